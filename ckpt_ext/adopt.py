@@ -1,0 +1,48 @@
+"""Reads parameters out of modules whose `forward` the engine steps around, and refuses by name what it could not honour."""
+
+from torch import Tensor, nn
+
+from .projections import Dense
+from .weights import NormWeights
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def dense(name: str, module: nn.Module) -> Dense:
+    """The projection that `module`, an `nn.Linear` and nothing more, is.
+
+    Raises NotImplementedError where its forward may do more than multiply: a subclass (adapters, quantised and parametrised linears), a hook,
+    a weight that is no plain floating-point tensor (sharded, quantised).
+    """
+    _plain(name, module, nn.Linear)
+    return Dense(*_parameters(name, module))
+
+
+def norm(name: str, module: nn.Module) -> NormWeights:
+    """The scale and shift of `module`, an `nn.RMSNorm` or `nn.LayerNorm` and nothing more; raises like `dense`."""
+    _plain(name, module, nn.RMSNorm, nn.LayerNorm)
+    return NormWeights(*_parameters(name, module))
+
+
+def _plain(name: str, module: nn.Module, *kinds: type) -> None:
+    if type(module) not in kinds:
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise NotImplementedError(f"{name} must be exactly {expected}, got {type(module).__name__}, whose forward would be skipped")
+    for hooks in _HOOKS:
+        if getattr(module, hooks):
+            raise NotImplementedError(f"{name} must have no hooks, got {hooks.strip('_')}, which would be skipped")
+    if "forward" in module.__dict__:
+        raise NotImplementedError(f"{name} must keep its class's forward, got one of its own, which would be skipped")
+
+
+def _parameters(name: str, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    weight, bias = module.weight, getattr(module, "bias", None)
+    for part, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        # Fake tensors stand for plain ones; any other subclass (DTensor, quantised) means arithmetic that the engine would skip.
+        if type(tensor) not in (nn.Parameter, Tensor) and not type(tensor).__module__.startswith("torch._subclasses."):
+            raise NotImplementedError(f"{name}.{part} must be a plain tensor, got {type(tensor).__name__}")
+        if not tensor.is_floating_point():
+            raise NotImplementedError(f"{name}.{part} must be floating-point, got {tensor.dtype}")
+    return weight, bias

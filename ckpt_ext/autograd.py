@@ -1,0 +1,224 @@
+"""Autograd Functions: a block that keeps its input and rebuilds its internals half by half, and the operations on their own.
+
+What `BlockFunction` keeps:
+
+    tensor            bytes a token                      save="input"   "attention"   "all"
+    ----------------------------------------------------------------------------------------
+    x                 dim * itemsize                     saved          saved         saved
+    RNG state         16 a block, if dropout is on       saved          saved         saved
+    attention out     heads * head_dim * itemsize        recomputed     saved         saved
+    log-sum-exp       heads * 4                          recomputed     saved         saved
+    normed rows, x2   2 * dim * itemsize                 recomputed     recomputed    saved
+    norm statistics   2 * 4 (LayerNorm: 4 * 4)           recomputed     recomputed    saved
+    q, k, v           (heads + 2 kv_heads) * head_dim    recomputed     recomputed    saved
+                      * itemsize
+    mid residual      dim * itemsize                     recomputed     recomputed    saved
+    gate, up          2 * hidden_dim * itemsize          recomputed     recomputed    saved
+                      (plain MLP: 1 *)
+    hidden            hidden_dim * itemsize              made again inside the activation's backward kernel
+    P, scores         heads * T * itemsize               made again inside the attention's backward kernel
+    down(hidden)      dim * itemsize                     never needed again
+    parameters        -                                  saved as inputs of the Function, not copied
+    cos, sin          rope_dim * 4                       saved, one table for all blocks
+
+itemsize is that of the branches; the log-sum-exp and the statistics are float32 (float64 in a float64 block). The three modes run the same
+operations on the same values, so their gradients are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import attention_half, mlp_half
+from .backends import Backend, NormSpec
+from .call import BlockCall, flat
+from .projections import Dense, Projection
+from .rng import Dropout, Site
+from .sites import block_dropout
+from .spec import pointwise
+from .weights import BlockWeights
+
+def run_block(
+    call: BlockCall, weights: BlockWeights, x: Tensor, cos: Tensor | None, sin: Tensor | None, state: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
+    """The block's output, and what `call.save` keeps besides the inputs, in the order of `_kept_names`."""
+    table = None if cos is None or sin is None else (cos, sin)
+    dropout = block_dropout(call.spec, state)
+    mid, attention = attention_half.forward(call, weights, x, table, dropout, kept={})
+    if call.save != "all":
+        # Internals that backward rebuilds are dropped before the MLP half makes its own.
+        attention = {name: attention[name] for name in _kept_names(call) if name in attention}
+    y, mlp = mlp_half.forward(call, weights, mid, dropout)
+    if call.save == "all":
+        return y, [*attention.values(), mid, *mlp.values()]
+    return y, [*attention.values()]
+
+
+def _kept_names(call: BlockCall) -> tuple[str, ...]:
+    """Which internals of the attention half are kept."""
+    return {"input": (), "attention": ("out", "lse"), "all": attention_half.INTERNALS}[call.save]
+
+
+class BlockFunction(torch.autograd.Function):
+    """`y = apply(call, x, cos, sin, state, *tensors)`; `call.layout` tells what the parameters `tensors` are.
+
+    Every parameter is an input, so its gradient is returned, once; a change in place between forward and backward is detected; and y requires
+    grad when any of them does. Double backward raises RuntimeError.
+    """
+
+    @staticmethod
+    def forward(ctx, call: BlockCall, x: Tensor, cos, sin, state, *tensors) -> Tensor:
+        with without_autocast(x):
+            y, kept = run_block(call, call.layout.bind(tensors), x, cos, sin, state)
+        ctx.call = call
+        ctx.save_for_backward(x, cos, sin, state, *tensors, *kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y: Tensor):
+        call: BlockCall = ctx.call
+        _, needs_x, _, _, _, *needs_tensors = ctx.needs_input_grad
+        x, cos, sin, state, *rest = ctx.saved_tensors
+        tensors, kept = rest[: len(needs_tensors)], rest[len(needs_tensors) :]
+        del rest
+        weights, needs = call.layout.bind(tensors), call.layout.split(needs_tensors)
+        needs_mid = needs_x or _any(needs, attention_half.PARTS)
+        table = None if cos is None else (cos, sin)
+        dropout = block_dropout(call.spec, state)
+
+        with without_autocast(x):
+            if call.save == "all":
+                attention, mid, mlp = _unpack(kept)
+            else:
+                known = dict(zip(_kept_names(call), kept, strict=True))
+                mid, attention = attention_half.forward(call, weights, x, table, dropout, known)
+                mlp = mlp_half.rebuild(call, weights, mid)
+            grad_mid, grads = mlp_half.backward(call, weights, needs, needs_mid, grad_y, mid, mlp, dropout)
+            del mid
+            grad_x = None
+            if grad_mid is not None:
+                grad_x, attention_grads = attention_half.backward(
+                    call, weights, needs, needs_x, grad_mid, x, attention, table, dropout
+                )
+                grads |= attention_grads
+        return None, grad_x, None, None, None, *call.layout.join(grads)
+
+
+def _unpack(kept: list[Tensor]) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+    """The attention half's internals, mid, and the MLP half's, out of what `run_block` kept for save="all"."""
+    place = len(attention_half.INTERNALS)
+    mlp_kept = kept[place + 1 :]
+    names = mlp_half.INTERNALS if len(mlp_kept) == len(mlp_half.INTERNALS) else mlp_half.PLAIN_INTERNALS
+    return dict(zip(attention_half.INTERNALS, kept, strict=False)), kept[place], dict(zip(names, mlp_kept, strict=True))
+
+
+def _any(needs, parts: Iterable[str]) -> bool:
+    return any(any(needs[part]) for part in parts)
+
+
+class AttentionFunction(torch.autograd.Function):
+    """`out = apply(backend, causal, scale, p, q, k, v, state)`; keeps q, k, v, out and the log-sum-exp (arXiv:2307.08691)."""
+
+    @staticmethod
+    def forward(ctx, backend: Backend, causal: bool, scale: float, p: float, q: Tensor, k: Tensor, v: Tensor, state) -> Tensor:
+        ctx.backend, ctx.causal, ctx.scale, ctx.p = backend, causal, scale, p
+        with without_autocast(q):
+            out, lse = backend.attention(q, k, v, causal=causal, scale=scale, dropout=_dropout(state, p))
+        ctx.save_for_backward(q, k, v, out, lse, state)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        q, k, v, out, lse, state = ctx.saved_tensors
+        with without_autocast(q):
+            grads = ctx.backend.attention_backward(
+                grad_out, q, k, v, out, lse, causal=ctx.causal, scale=ctx.scale, dropout=_dropout(state, ctx.p)
+            )
+        return None, None, None, None, *grads, None
+
+
+class _Mlp(NamedTuple):
+    gate: Projection | None
+    up: Projection
+    down: Projection
+
+
+class MlpFunction(torch.autograd.Function):
+    """`y = apply(backend, activation, p, x, w_gate, w_up, w_down, state)`; keeps x, and runs gate and up again, but not down."""
+
+    @staticmethod
+    def forward(ctx, backend: Backend, activation: str, p: float, x: Tensor, w_gate, w_up: Tensor, w_down: Tensor, state) -> Tensor:
+        ctx.backend, ctx.activation, ctx.p = backend, activation, p
+        ctx.save_for_backward(x, w_gate, w_up, w_down, state)
+        with without_autocast(x):
+            mlp, internals = _mlp_internals(x, w_gate, w_up, w_down)
+            hidden = backend.activation(internals.get("gate"), internals["up"], pointwise(activation), _dropout(state, p))
+            return mlp.down(hidden).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y: Tensor):
+        x, w_gate, w_up, w_down, state = ctx.saved_tensors
+        _, _, _, needs_x, *needs, _ = ctx.needs_input_grad
+        parts = ("gate", "up", "down")
+        with without_autocast(x):
+            mlp, internals = _mlp_internals(x, w_gate, w_up, w_down)
+            grad_x, grads = mlp_half.through_mlp(
+                ctx.backend, ctx.activation, mlp, {part: (need, False) for part, need in zip(parts, needs, strict=True)}, needs_x,
+                flat(grad_y), internals, _dropout(state, ctx.p),
+            )
+        grad_weights = (grads[part][0] if part in grads else None for part in parts)
+        return None, None, None, None if grad_x is None else grad_x.view(x.shape), *grad_weights, None
+
+
+def _mlp_internals(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[_Mlp, dict[str, Tensor]]:
+    mlp = _Mlp(None if w_gate is None else Dense(w_gate), Dense(w_up), Dense(w_down))
+    rows = flat(x)
+    internals = {"normed": rows, "up": mlp.up(rows)}
+    if mlp.gate is not None:
+        internals["gate"] = mlp.gate(rows)
+    return mlp, internals
+
+
+class NormFunction(torch.autograd.Function):
+    """`y = apply(backend, spec, x, weight, bias)`; keeps x and the rows' statistics."""
+
+    @staticmethod
+    def forward(ctx, backend: Backend, spec: NormSpec, x: Tensor, weight: Tensor, bias) -> Tensor:
+        ctx.backend, ctx.spec = backend, spec
+        with without_autocast(x):
+            y, stats = backend.norm(x, weight, bias, spec)
+        ctx.save_for_backward(x, weight, bias, stats)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y: Tensor):
+        x, weight, bias, stats = ctx.saved_tensors
+        _, _, _, *needs = ctx.needs_input_grad
+        with without_autocast(x):
+            grad_x, *grads = ctx.backend.norm_backward(grad_y, x, weight, bias, stats, ctx.spec, params=any(needs))
+        return None, None, grad_x, *grads
+
+
+def _dropout(state: Tensor | None, p: float) -> Dropout | None:
+    return None if state is None else Dropout(state, p, Site.FUNCTIONAL)
+
+
+@contextlib.contextmanager
+def without_autocast(x: Tensor):
+    """Autocast off: dtypes are decided once, in the call, so that the replay computes in those of the forward pass wherever it runs."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            yield
+    else:
+        yield

@@ -1,0 +1,107 @@
+"""The operations that a block is made of, behind one small interface, and the choice of who runs them.
+
+A backend is a module or object with the functions of `Backend`: plain tensors in, new tensors out, no autograd, no state. Everything
+but matrix products with a weight is here; those are the projections' (`ckpt_ext.projections`).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from ..rng import Dropout
+from ..spec import BackendName
+from ..validate import one_of
+
+
+class NormSpec(NamedTuple):
+    """Static properties of a norm: "rms" or "layer", epsilon, and what is added to its weight before it scales."""
+
+    kind: str
+    eps: float
+    offset: float = 0.0
+
+
+class Backend(Protocol):
+    """Shapes: rows `[..., C]`; heads `[B, H, T, D]` with any strides; statistics are float32, or float64 for float64 tensors."""
+
+    name: str
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor]:
+        """Normalised and scaled rows in x's dtype, and their statistics `[rows, 1]` (rms: rstd) or `[rows, 2]` (layer: mean, rstd)."""
+        ...
+
+    def norm_backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor, spec: NormSpec, *, params: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Gradients of x, weight and bias; the latter two are None unless `params`, in the dtype of their parameter."""
+        ...
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+        """Rotary embedding of `x [B, H, T, D]` by the angles of `cos`, `sin [T, R / 2]`, R <= D; `inverse` rotates back (the gradient)."""
+        ...
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: Dropout | None
+    ) -> tuple[Tensor, Tensor]:
+        """`(out [B, H, Tq, D], lse [B, H, Tq])`; out lies in memory as `[B, Tq, H, D]`. `H % KV == 0`; causal is aligned top-left."""
+        ...
+
+    def attention_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
+        dropout: Dropout | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, each lying in memory as `[B, T, H, D]`; P is rebuilt from q, k and lse."""
+        ...
+
+    def activation(self, gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None) -> Tensor:
+        """`drop(f(gate) * up)`, or `drop(f(up))` where gate is None; rows `[N, hidden]`, contiguous."""
+        ...
+
+    def activation_backward(
+        self, grad: Tensor, gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """`(grad_gate, grad_up, hidden)`; hidden is the activation's output, made again beside its derivative."""
+        ...
+
+    def dropout(self, x: Tensor, dropout: Dropout) -> Tensor:
+        """Rows of x with elements dropped and the rest scaled by 1 / (1 - p); its own backward."""
+        ...
+
+    def dropout_add(self, x: Tensor, residual: Tensor, dropout: Dropout | None) -> Tensor:
+        """`residual + drop(x)` in residual's dtype."""
+        ...
+
+
+def select(name: BackendName, device: torch.device) -> Backend:
+    """The backend of that name for tensors on `device`; "auto" is Triton on a GPU and ATen elsewhere.
+
+    Raises ValueError for an unknown name, RuntimeError where an explicit "triton" cannot run: it never falls back.
+    """
+    one_of("backend", name, get_args(BackendName))
+    if name == "aten" or (name == "auto" and device.type != "cuda"):
+        from . import aten
+
+        return aten
+    if device.type != "cuda" and not interpreting():
+        raise RuntimeError(
+            f"backend 'triton' must have its tensors on a GPU, got {device}; on a CPU it runs under Triton's interpreter, with "
+            "TRITON_INTERPRET=1 set before triton is imported"
+        )
+    try:
+        from . import triton
+    except ImportError as error:
+        raise RuntimeError(f"backend 'triton' must be able to import triton, got: {error}; backend='aten' needs none") from error
+    return triton
+
+
+def interpreting() -> bool:
+    """Whether kernels of this process run under Triton's interpreter. Imports triton only where the environment asks for it."""
+    if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+        return False
+    from ..kernels.launch import INTERPRETED
+
+    return INTERPRETED

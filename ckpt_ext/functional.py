@@ -1,0 +1,141 @@
+"""The engine's operations as functions: a whole block, attention, an MLP, a norm. Inputs are checked here, once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import rng, rope
+from .autograd import AttentionFunction, BlockFunction, MlpFunction, NormFunction, run_block, without_autocast
+from .backends import NormSpec, select
+from .call import BlockCall
+from .projections import Dense
+from .rng import Dropout, Site
+from .sites import drops
+from .spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, BackendName, BlockSpec, Policy, is_gated
+from .validate import floating, one_of, probability, same_device
+from .weights import BlockWeights
+
+
+def block(
+    x: Tensor, weights: BlockWeights, spec: BlockSpec, *, policy: Policy | None = None, backend: BackendName = "auto", training: bool = False
+) -> Tensor:
+    """A transformer block on `x [B, T, dim]` (float64, float32, bfloat16 or float16); y has x's shape and dtype.
+
+    Between forward and backward it keeps what `policy` says, x alone by default. Dropout of `spec` is drawn where `training`, from state
+    reserved in the default generator of x's device. Under autocast the branches compute in autocast's dtype and the residual stream in x's.
+    Weights may have another dtype than x; each gradient has its tensor's.
+
+    Raises ValueError for a wrong shape, dtype or device, and RuntimeError for a backend that cannot run.
+    """
+    if x.dim() != 3 or x.size(-1) != spec.dim:
+        raise ValueError(f"x must have shape [B, T, {spec.dim}], got {list(x.shape)}")
+    floating("x", x)
+    layout, tensors = weights.flatten()
+    same_device("x", x, {f"weight {index}": tensor for index, tensor in enumerate(tensors)})
+    call = BlockCall(spec, (policy or Policy()).save, select(backend, x.device), layout, _branch_dtype(x))
+    cos, sin = rope.table(spec, x.size(1), call.dtype, x.device)
+    state = rng.reserve(x.device) if training and drops(spec) else None
+    if _differentiated(x, *tensors):
+        return BlockFunction.apply(call, x, cos, sin, state, *tensors)
+    with without_autocast(x):
+        return run_block(call, weights, x, cos, sin, state)[0]
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, dropout_p: float = 0.0, backend: BackendName = "auto"
+) -> Tensor:
+    """`drop(softmax(q k^T * scale)) v` for `q [B, H, Tq, D]`, `k` and `v [B, KV, Tk, D]` with `H % KV == 0`; `[B, H, Tq, D]` in q's dtype.
+
+    Query i sees keys j <= i where `causal`, also if Tq != Tk, as in `scaled_dot_product_attention`. `scale` defaults to `D ** -0.5`.
+    Keeps q, k, v, the output and its log-sum-exp for backward (arXiv:2307.08691). `dropout_p` is applied whenever it is above zero.
+    Under autocast it computes in autocast's dtype.
+
+    Raises ValueError for wrong shapes, dtypes, devices or probabilities, RuntimeError for a backend that cannot run.
+    """
+    _check_attention(q, k, v)
+    probability("dropout_p", dropout_p)
+    dtype = _branch_dtype(q)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    dropout = _functional_dropout(q, dropout_p)
+    state = None if dropout is None else dropout.state
+    scale = q.size(-1) ** -0.5 if scale is None else scale
+    return AttentionFunction.apply(select(backend, q.device), causal, scale, dropout_p, q, k, v, state)
+
+
+def mlp(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, *, activation: str = "swiglu", dropout_p: float = 0.0,
+    backend: BackendName = "auto",
+) -> Tensor:
+    """`drop(f(x w_gate^T) * (x w_up^T)) w_down^T`, or `drop(f(x w_up^T)) w_down^T` for a plain activation, with w_gate None.
+
+    `x [..., dim]`, `w_gate` and `w_up [hidden, dim]`, `w_down [out, hidden]`. Keeps x alone; backward runs gate and up again, not down.
+
+    Raises ValueError for wrong shapes, dtypes, devices, activations or probabilities, RuntimeError for a backend that cannot run.
+    """
+    one_of("activation", activation, (*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS))
+    if is_gated(activation) != (w_gate is not None):
+        raise ValueError(f"w_gate must be {'given' if is_gated(activation) else 'None'} for activation {activation!r}")
+    probability("dropout_p", dropout_p)
+    floating("x", x)
+    for name, weight, width in (("w_gate", w_gate, x.size(-1)), ("w_up", w_up, x.size(-1)), ("w_down", w_down, w_up.size(0))):
+        if weight is not None and (weight.dim() != 2 or weight.size(1) != width):
+            raise ValueError(f"{name} must have shape [*, {width}], got {list(weight.shape)}")
+    if w_gate is not None and w_gate.shape != w_up.shape:
+        raise ValueError(f"w_gate must have w_up's shape {list(w_up.shape)}, got {list(w_gate.shape)}")
+    same_device("x", x, {"w_gate": w_gate, "w_up": w_up, "w_down": w_down})
+    rows = x.to(_branch_dtype(x))
+    dropout = _functional_dropout(x, dropout_p)
+    state = None if dropout is None else dropout.state
+    return MlpFunction.apply(select(backend, x.device), activation, dropout_p, rows, w_gate, w_up, w_down, state)
+
+
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, kind: str = "rms", eps: float = 1e-5, offset: float = 0.0,
+    backend: BackendName = "auto",
+) -> Tensor:
+    """RMSNorm ("rms") or LayerNorm ("layer") of `x [..., C]` scaled by `weight [C] + offset`, shifted by `bias [C]`; x's dtype.
+
+    Computed in float32, or float64 for float64; keeps x and the rows' statistics.
+
+    Raises ValueError for wrong shapes, dtypes or devices, RuntimeError for a backend that cannot run.
+    """
+    one_of("kind", kind, ("rms", "layer"))
+    floating("x", x)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.shape != x.shape[-1:]:
+            raise ValueError(f"{name} must have shape {list(x.shape[-1:])}, got {list(tensor.shape)}")
+    same_device("x", x, {"weight": weight, "bias": bias})
+    return NormFunction.apply(select(backend, x.device), NormSpec(kind, eps, offset), x, weight, bias)
+
+
+def _branch_dtype(x: Tensor) -> torch.dtype:
+    """What the branches compute in: autocast's dtype where it is on, else x's. Float64 stays, as autocast leaves it."""
+    kind = x.device.type
+    if x.dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+def _differentiated(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _functional_dropout(x: Tensor, p: float) -> Dropout | None:
+    return Dropout(rng.reserve(x.device), p, Site.FUNCTIONAL) if p > 0 else None
+
+
+def _check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have shape [B, H, T, D], got {list(tensor.shape)}")
+        floating(name, tensor)
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
+    if k.shape != v.shape:
+        raise ValueError(f"v must have k's shape {list(k.shape)}, got {list(v.shape)}")
+    if (k.size(0), k.size(3)) != (q.size(0), q.size(3)):
+        raise ValueError(f"k must have q's batch and head size {q.size(0)} and {q.size(3)}, got {list(k.shape)}")
+    if k.size(1) == 0 or q.size(1) % k.size(1):
+        raise ValueError(f"k must have a number of heads that divides q's {q.size(1)}, got {k.size(1)}")
+    same_device("q", q, {"k": k, "v": v})

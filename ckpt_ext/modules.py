@@ -1,0 +1,86 @@
+"""Transformer blocks as modules: the engine's, and the same parameters in plain eager PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from . import adopt, functional, reference, rng, rope
+from .sites import drops
+from .spec import BackendName, BlockSpec, Policy
+from .weights import BlockWeights
+
+
+class TransformerBlock(nn.Module):
+    """A pre-norm transformer block that keeps between forward and backward what `policy` says, its input alone by default.
+
+    `y = block(x)` with x and y `[B, T, spec.dim]`. Parameters live in ordinary `nn.Linear`, `nn.RMSNorm` and `nn.LayerNorm` children, whose
+    forward is stepped around: a child that has been replaced or hooked raises NotImplementedError by name at the next call.
+
+    Args:
+        spec: every static property of the block.
+        policy: what is kept; the gradients do not depend on it.
+        backend: "auto" (Triton on a GPU, ATen elsewhere), "triton" or "aten".
+        dtype, device: of the parameters; torch's defaults if not given.
+    """
+
+    def __init__(
+        self,
+        spec: BlockSpec,
+        *,
+        policy: Policy | None = None,
+        backend: BackendName = "auto",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec, self.policy, self.backend = spec, policy or Policy(), backend
+        where = {"dtype": dtype, "device": device}
+        query_width, key_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        make_norm = nn.RMSNorm if spec.norm == "rms" else nn.LayerNorm
+        self.attention_norm = make_norm(spec.dim, eps=spec.norm_eps, **where)
+        self.q_proj = nn.Linear(spec.dim, query_width, bias=spec.qkv_bias, **where)
+        self.k_proj = nn.Linear(spec.dim, key_width, bias=spec.qkv_bias, **where)
+        self.v_proj = nn.Linear(spec.dim, key_width, bias=spec.qkv_bias, **where)
+        self.out_proj = nn.Linear(query_width, spec.dim, bias=spec.out_bias, **where)
+        self.mlp_norm = make_norm(spec.dim, eps=spec.norm_eps, **where)
+        self.gate_proj = nn.Linear(spec.dim, spec.hidden_dim, bias=spec.mlp_bias, **where) if spec.gated else None
+        self.up_proj = nn.Linear(spec.dim, spec.hidden_dim, bias=spec.mlp_bias, **where)
+        self.down_proj = nn.Linear(spec.hidden_dim, spec.dim, bias=spec.mlp_bias, **where)
+        if spec.norm_offset:
+            with torch.no_grad():
+                for norm in (self.attention_norm, self.mlp_norm):
+                    norm.weight.sub_(spec.norm_offset)
+
+    def weights(self) -> BlockWeights:
+        """The parameters in the engine's form; raises NotImplementedError for a child that it could not honour."""
+        return BlockWeights(
+            attention_norm=adopt.norm("attention_norm", self.attention_norm),
+            q=adopt.dense("q_proj", self.q_proj),
+            k=adopt.dense("k_proj", self.k_proj),
+            v=adopt.dense("v_proj", self.v_proj),
+            out=adopt.dense("out_proj", self.out_proj),
+            mlp_norm=adopt.norm("mlp_norm", self.mlp_norm),
+            gate=None if self.gate_proj is None else adopt.dense("gate_proj", self.gate_proj),
+            up=adopt.dense("up_proj", self.up_proj),
+            down=adopt.dense("down_proj", self.down_proj),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.block(x, self.weights(), self.spec, policy=self.policy, backend=self.backend, training=self.training)
+
+    def extra_repr(self) -> str:
+        return f"{self.spec}, save={self.policy.save!r}, backend={self.backend!r}"
+
+
+class EagerBlock(TransformerBlock):
+    """The same block, parameters and masks in plain eager PyTorch: what `TransformerBlock` is compared with.
+
+    Attention goes through `scaled_dot_product_attention` where it draws no mask.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = rope.table(self.spec, x.size(1), x.dtype, x.device)
+        table = None if cos is None or sin is None else (cos, sin)
+        state = rng.reserve(x.device) if self.training and drops(self.spec) else None
+        return reference.block(x, self.weights(), self.spec, table, state, fused=True)

@@ -1,0 +1,109 @@
+"""What a block is (`BlockSpec`) and what of it is kept between forward and backward (`Policy`)."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from .validate import one_of, positive_int, probability
+
+Norm = Literal["rms", "layer"]
+Save = Literal["input", "attention", "all"]
+BackendName = Literal["auto", "triton", "aten"]
+
+GATED_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu", "relu2glu": "relu2"}
+"""Gated MLPs, `down(f(gate(x)) * up(x))`, by name, with their f (Shazeer 2020, arXiv:2002.05202)."""
+
+PLAIN_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+"""Plain MLPs, `down(f(up(x)))`: SiLU, GELU by erf and by tanh (arXiv:1606.08415), ReLU and squared ReLU (arXiv:2109.08668)."""
+
+
+def is_gated(activation: str) -> bool:
+    """Whether `activation` names a gated MLP."""
+    return activation in GATED_ACTIVATIONS
+
+
+def pointwise(activation: str) -> str:
+    """The elementwise function of `activation`: "swiglu" and "silu" both give "silu"."""
+    return GATED_ACTIVATIONS.get(activation, activation)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """Every static property of a pre-norm transformer block.
+
+    `y = mid + drop(mlp(norm(mid)))` with `mid = x + drop(out(attention(q, k, v of norm(x))))` and x of shape `[B, T, dim]`.
+
+    Raises ValueError where a value makes no block, naming the field.
+    """
+
+    dim: int
+    heads: int
+    hidden_dim: int
+    kv_heads: int = 0
+    """Heads of keys and values, a divisor of `heads`; 0 means as many as `heads`."""
+    head_dim: int = 0
+    """Width of a head; 0 means `dim // heads`."""
+    norm: Norm = "rms"
+    norm_eps: float = 1e-5
+    norm_offset: float = 0.0
+    """Added to the norm weight in float32 before it scales: 1.0 is Gemma's `1 + w`."""
+    activation: str = "swiglu"
+    rope_theta: float | None = None
+    """Base of the rotary embedding (arXiv:2104.09864), halves of a head rotated against each other; None means none."""
+    rope_dim: int = 0
+    """How many leading elements of a head are rotated; 0 means all."""
+    causal: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    attn_dropout: float = 0.0
+    """Probability of dropping an attention weight."""
+    residual_dropout: float = 0.0
+    """Probability of dropping an element of either half's output before it joins the residual stream."""
+    mlp_dropout: float = 0.0
+    """Probability of dropping a hidden element of the MLP, after the activation."""
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "heads", "hidden_dim"):
+            positive_int(name, getattr(self, name))
+        self._default("kv_heads", self.heads)
+        if not self.head_dim and self.dim % self.heads:
+            raise ValueError(f"dim must be a multiple of heads={self.heads} where head_dim is not given, got {self.dim}")
+        self._default("head_dim", self.dim // self.heads)
+        self._default("rope_dim", self.head_dim)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads={self.heads}, got {self.kv_heads}")
+        if self.rope_theta is not None and not self.rope_theta > 0:
+            raise ValueError(f"rope_theta must be positive, got {self.rope_theta}")
+        if self.rope_dim % 2 or self.rope_dim > self.head_dim:
+            if self.rope_theta is not None:
+                raise ValueError(f"rope_dim must be even and at most head_dim={self.head_dim}, got {self.rope_dim}")
+        one_of("norm", self.norm, get_args(Norm))
+        one_of("activation", self.activation, (*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS))
+        if not self.norm_eps >= 0:
+            raise ValueError(f"norm_eps must be non-negative, got {self.norm_eps}")
+        for name in ("attn_dropout", "residual_dropout", "mlp_dropout"):
+            probability(name, getattr(self, name))
+
+    def _default(self, name: str, value: int) -> None:
+        if getattr(self, name) == 0:
+            object.__setattr__(self, name, value)
+        positive_int(name, getattr(self, name))
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate projection beside the up projection."""
+        return is_gated(self.activation)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a block keeps between forward and backward.
+
+    "input": its input alone. "attention": also the attention output and its log-sum-exp, so that attention is not run again.
+    "all": every intermediate; nothing is recomputed. The gradients of the three are equal bit for bit.
+    """
+
+    save: Save = "input"
+
+    def __post_init__(self) -> None:
+        one_of("save", self.save, get_args(Save))

@@ -1,0 +1,247 @@
+"""Attention backward: gradients of q, k and v, with the weights rebuilt from q, k and lse.
+
+Forward, for one head, with mask D = keep / (1 - p):  S = scale q k^T,  P = exp(S - lse),  out = (P * D) v.  Given G = d loss / d out:
+
+    dv = (P * D)^T G                            out is linear in v
+    dP = (G v^T) * D                            and in P * D
+    dS = P * (dP - rowsum(P * dP))              softmax: P's rows sum to 1
+    rowsum(P * dP) = rowsum(G * out) = delta    as sum_j P_ij D_ij (G v^T)_ij = G_i . out_i
+    dq = scale dS k,  dk = scale dS^T q         S is linear in q and in k
+
+P's rows need no sum here, so each tile of P stands alone: one kernel walks the queries of a tile of keys for dk and dv, another the keys of
+a tile of queries for dq. Both rebuild P, which costs two products more than sharing it, and in return no sum is shared between programs:
+no atomics, the same bits every time. Under grouped queries dk and dv sum over the group's heads inside the program.
+
+Stored between forward and backward: q, k, v, out, lse. Not stored: scores, weights, dropout masks.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention_forward import LOG2_E, key_ranges, locate, visible
+from .dropout import dropout_constants, dropout_state
+from .launch import accumulate_dtype, launch, operand_dtype
+from .primitives import apply_dropout, dot, head_pointers, keep_mask, load_rows, ptr_offset
+from .tiles import Tile, attention_backward_tile
+
+
+@triton.jit
+def _load_lse_log2(lse_ptr, rows, inside):
+    """lse in base 2. A row that saw no key has lse -inf; +inf in its place makes all its rebuilt weights 0."""
+    lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+
+
+@triton.jit
+def _attention_delta(
+    grad_ptr, out_ptr, delta_ptr, grad_strides, out_strides, heads, query_count,
+    HEAD_DIM: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    batch, head, tile = locate(heads, tl.cdiv(query_count, BLOCK_M))
+    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    rows = tl.cast(batch * heads + head, tl.int64) * query_count + queries
+    grad = load_rows(head_pointers(grad_ptr, batch, head, queries, dims, grad_strides), queries, query_count, dims, HEAD_DIM)
+    out = load_rows(head_pointers(out_ptr, batch, head, queries, dims, out_strides), queries, query_count, dims, HEAD_DIM)
+    tl.store(delta_ptr + rows, tl.sum(grad.to(ACC) * out.to(ACC), 1), mask=queries < query_count)
+
+
+@triton.jit
+def _walk_queries(
+    grad_key, grad_value, key, value, q_pointers, grad_pointers, q_stride, grad_stride, lse_ptr, delta_ptr, state_ptr,
+    keys, first_row, first_key, dims, first_query, end_query, query_count, key_count,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
+    OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a tile of keys after queries `first_query..end_query` of one head; MASKED where the diagonal crosses.
+
+    Scores stand transposed, [keys, queries], so that weights and their gradients feed the second products as they are. Lanes beyond
+    the last query need no mask: their query and gradient are 0, and with lse 0 and delta 0 all that they add is 0.
+    """
+    for start in range(first_query, end_query, BLOCK_M):
+        queries = start + tl.arange(0, BLOCK_M)
+        inside = queries < query_count
+        query = load_rows(q_pointers + ptr_offset((start,), (q_stride,)), queries, query_count, dims, HEAD_DIM)  # [BLOCK_M, BLOCK_D]
+        grad = load_rows(grad_pointers + ptr_offset((start,), (grad_stride,)), queries, query_count, dims, HEAD_DIM)
+        lse_log2 = _load_lse_log2(lse_ptr, first_row + queries, inside)
+        delta = tl.load(delta_ptr + first_row + queries, mask=inside, other=0.0)
+
+        zeros = tl.zeros((BLOCK_N, BLOCK_M), grad_key.dtype)
+        weights = tl.exp2(dot(key, tl.trans(query), zeros, OPERAND) * SCALE_LOG2 - lse_log2[None, :])
+        if MASKED:
+            weights = tl.where(visible(queries[None, :], keys[:, None], key_count, True), weights, 0.0)
+        grad_weights = dot(value, tl.trans(grad), zeros, OPERAND)
+        dropped = weights
+        if HAS_DROPOUT:
+            keep = tl.trans(keep_mask(state_ptr, first_row + queries, first_key, key_count, SITE, THRESHOLD, BLOCK_N))
+            dropped = apply_dropout(weights, keep, DROPOUT_SCALE)
+            grad_weights = apply_dropout(grad_weights, keep, DROPOUT_SCALE)
+        grad_value = dot(dropped, grad, grad_value, OPERAND)
+        grad_key = dot(weights * (grad_weights - delta[None, :]), query, grad_key, OPERAND)
+    return grad_key, grad_value
+
+
+@triton.jit
+def _attention_backward_keys(
+    grad_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, state_ptr,
+    grad_strides, q_strides, k_strides, v_strides, dk_strides, dv_strides,
+    heads, kv_heads, query_count, key_count,
+    HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
+    ACC: tl.constexpr, OPERAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    batch, kv_head, tile = locate(kv_heads, tl.cdiv(key_count, BLOCK_N))
+    first_key = tile * BLOCK_N
+    keys = first_key + tl.arange(0, BLOCK_N)
+    queries = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    key = load_rows(head_pointers(k_ptr, batch, kv_head, keys, dims, k_strides), keys, key_count, dims, HEAD_DIM)
+    value = load_rows(head_pointers(v_ptr, batch, kv_head, keys, dims, v_strides), keys, key_count, dims, HEAD_DIM)
+    grad_key = tl.zeros((BLOCK_N, BLOCK_D), ACC)
+    grad_value = tl.zeros((BLOCK_N, BLOCK_D), ACC)
+
+    # Queries before the tile's first key see none of it; from its last key on they see all of it.
+    first_query = 0
+    full = 0
+    if CAUSAL:
+        first_query = first_key // BLOCK_M * BLOCK_M
+        full = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, query_count)
+
+    group = heads // kv_heads
+    for head in range(kv_head * group, kv_head * group + group):
+        first_row = tl.cast(batch * heads + head, tl.int64) * query_count
+        q_pointers = head_pointers(q_ptr, batch, head, queries, dims, q_strides)
+        grad_pointers = head_pointers(grad_ptr, batch, head, queries, dims, grad_strides)
+        if CAUSAL:
+            grad_key, grad_value = _walk_queries(
+                grad_key, grad_value, key, value, q_pointers, grad_pointers, q_strides[2], grad_strides[2], lse_ptr, delta_ptr, state_ptr,
+                keys, first_row, first_key, dims, first_query, full, query_count, key_count,
+                True, HEAD_DIM, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        grad_key, grad_value = _walk_queries(
+            grad_key, grad_value, key, value, q_pointers, grad_pointers, q_strides[2], grad_strides[2], lse_ptr, delta_ptr, state_ptr,
+            keys, first_row, first_key, dims, full, query_count, query_count, key_count,
+            False, HEAD_DIM, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+
+    inside = (keys < key_count)[:, None] & (dims < HEAD_DIM)[None, :]
+    dk_pointers = head_pointers(dk_ptr, batch, kv_head, keys, dims, dk_strides)
+    dv_pointers = head_pointers(dv_ptr, batch, kv_head, keys, dims, dv_strides)
+    tl.store(dk_pointers, (grad_key * SCALE).to(dk_ptr.dtype.element_ty), mask=inside)
+    tl.store(dv_pointers, grad_value.to(dv_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _walk_keys(
+    grad_query, query, grad, lse_log2, delta, k_pointers, v_pointers, k_stride, v_stride, state_ptr,
+    queries, dropout_rows, dims, first_key, end_key, key_count,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
+    OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dq of a tile of queries after keys `first_key..end_key`; MASKED where some may be hidden."""
+    for start in range(first_key, end_key, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        key = load_rows(k_pointers + ptr_offset((start,), (k_stride,)), keys, key_count, dims, HEAD_DIM)  # [BLOCK_N, BLOCK_D]
+        value = load_rows(v_pointers + ptr_offset((start,), (v_stride,)), keys, key_count, dims, HEAD_DIM)
+        zeros = tl.zeros((BLOCK_M, BLOCK_N), grad_query.dtype)
+        weights = tl.exp2(dot(query, tl.trans(key), zeros, OPERAND) * SCALE_LOG2 - lse_log2[:, None])
+        if MASKED:
+            weights = tl.where(visible(queries[:, None], keys[None, :], key_count, CAUSAL), weights, 0.0)
+        grad_weights = dot(grad, tl.trans(value), zeros, OPERAND)
+        if HAS_DROPOUT:
+            keep = keep_mask(state_ptr, dropout_rows, start, key_count, SITE, THRESHOLD, BLOCK_N)
+            grad_weights = apply_dropout(grad_weights, keep, DROPOUT_SCALE)
+        grad_query = dot(weights * (grad_weights - delta[:, None]), key, grad_query, OPERAND)
+    return grad_query
+
+
+@triton.jit
+def _attention_backward_queries(
+    grad_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dq_ptr, state_ptr,
+    grad_strides, q_strides, k_strides, v_strides, dq_strides,
+    heads, kv_heads, query_count, key_count,
+    HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
+    ACC: tl.constexpr, OPERAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(query_count, BLOCK_M)
+    batch, head, tile = locate(heads, tiles)
+    first_query = (tiles - 1 - tile) * BLOCK_M  # the last queries see most keys, so they start first
+    kv_head = head // (heads // kv_heads)
+    queries = first_query + tl.arange(0, BLOCK_M)
+    keys = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    rows = tl.cast(batch * heads + head, tl.int64) * query_count + queries
+
+    query = load_rows(head_pointers(q_ptr, batch, head, queries, dims, q_strides), queries, query_count, dims, HEAD_DIM)
+    grad = load_rows(head_pointers(grad_ptr, batch, head, queries, dims, grad_strides), queries, query_count, dims, HEAD_DIM)
+    lse_log2 = _load_lse_log2(lse_ptr, rows, queries < query_count)
+    delta = tl.load(delta_ptr + rows, mask=queries < query_count, other=0.0)
+    k_pointers = head_pointers(k_ptr, batch, kv_head, keys, dims, k_strides)
+    v_pointers = head_pointers(v_ptr, batch, kv_head, keys, dims, v_strides)
+    grad_query = tl.zeros((BLOCK_M, BLOCK_D), ACC)
+
+    full, end = key_ranges(first_query, key_count, CAUSAL, BLOCK_M, BLOCK_N)
+    grad_query = _walk_keys(
+        grad_query, query, grad, lse_log2, delta, k_pointers, v_pointers, k_strides[2], v_strides[2], state_ptr,
+        queries, rows, dims, 0, full, key_count,
+        False, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    grad_query = _walk_keys(
+        grad_query, query, grad, lse_log2, delta, k_pointers, v_pointers, k_strides[2], v_strides[2], state_ptr,
+        queries, rows, dims, full, end, key_count,
+        True, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+    dq_pointers = head_pointers(dq_ptr, batch, head, queries, dims, dq_strides)
+    inside = (queries < query_count)[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(dq_pointers, (grad_query * SCALE).to(dq_ptr.dtype.element_ty), mask=inside)
+
+
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
+    causal: bool, scale: float, dropout=None, tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`(dq, dk, dv)` for `grad [B, H, Tq, D]`, each lying in memory as `[B, T, H, D]`; the other arguments as in `attention_forward`."""
+    batch, heads, query_count, head_dim = q.shape
+    kv_heads, key_count = k.shape[1:3]
+    tile = tile or attention_backward_tile(head_dim, q.dtype, q.device)
+    dq, dk, dv = (torch.empty(x.transpose(1, 2).shape, dtype=x.dtype, device=x.device).transpose(1, 2) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+    query_grid = (batch * heads * triton.cdiv(query_count, tile.block_m),)
+    key_grid = (batch * kv_heads * triton.cdiv(key_count, tile.block_n),)
+    sizes = {"HEAD_DIM": head_dim, "ACC": accumulate_dtype(q.dtype), "BLOCK_M": tile.block_m, "BLOCK_D": max(16, triton.next_power_of_2(head_dim))}
+    constants = {
+        **sizes,
+        **dropout_constants(dropout),
+        "CAUSAL": causal,
+        "SCALE": scale,
+        "OPERAND": operand_dtype(q.dtype),
+        "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    launch(_attention_delta, query_grid, grad, out, delta, grad.stride(), out.stride(), heads, query_count, **sizes)
+    launch(
+        _attention_backward_keys,
+        key_grid,
+        grad, q, k, v, lse, delta, dk, dv, dropout_state(dropout),
+        grad.stride(), q.stride(), k.stride(), v.stride(), dk.stride(), dv.stride(),
+        heads, kv_heads, query_count, key_count,
+        **constants,
+    )  # fmt: skip
+    launch(
+        _attention_backward_queries,
+        query_grid,
+        grad, q, k, v, lse, delta, dq, dropout_state(dropout),
+        grad.stride(), q.stride(), k.stride(), v.stride(), dq.stride(),
+        heads, kv_heads, query_count, key_count,
+        **constants,
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,170 @@
+"""Attention forward: `out = drop(softmax(scale * q @ k.T + mask)) @ v`, one tile of queries per program, keys in a running softmax.
+
+For each query row the kernel carries, over tiles of keys, the maximum m of the scores, the sum l of exp(score - m) and the weighted sum
+of values; when m grows, l and the sum are rescaled (Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135). At the end
+out = sum / l and lse = m + log(l). Dropout leaves l alone: weights are dropped after they are normalised.
+
+Neither scores, nor weights, nor dropout masks are stored. Backward rebuilds them from q, k, lse and 16 bytes of RNG state.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .dropout import dropout_constants, dropout_state
+from .launch import accumulate_dtype, launch, operand_dtype
+from .primitives import dot, head_pointers, keep_mask, load_rows, ptr_offset
+from .tiles import Tile, attention_forward_tile
+
+# Softmax runs in powers of two, which is what the hardware has; the change of base is folded into the scale of the scores.
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2))
+
+
+@triton.jit
+def locate(heads, tiles):
+    """This program's (batch, head, tile) in a one-dimensional grid.
+
+    Only axis 0 of a grid may exceed 65535, and batch * heads can. Tiles of one head are neighbours, and so are the heads of a group:
+    programs that run at the same time read the same keys and values, once from memory and then from the L2 cache.
+    """
+    head = tl.program_id(0) // tiles
+    return head // heads, head % heads, tl.program_id(0) % tiles
+
+
+@triton.jit
+def visible(queries, keys, key_count, CAUSAL: tl.constexpr):
+    """Which of `keys` each of `queries` may see. One of them is a column and the other a row: the mask lies as they do."""
+    seen = keys < key_count
+    if CAUSAL:
+        seen = seen & (keys <= queries)
+    return seen
+
+
+@triton.jit
+def key_ranges(first_query, key_count, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`(full, end)`: keys below `full` come in whole tiles that all queries of a tile see, from `end` on no query sees any."""
+    full = key_count
+    end = key_count
+    if CAUSAL:
+        full = tl.minimum(key_count, first_query + 1)
+        end = tl.minimum(key_count, first_query + BLOCK_M)
+    return full // BLOCK_N * BLOCK_N, end
+
+
+@triton.jit
+def online_softmax_step(scores, running_max, running_sum):
+    """Take in a tile of base-2 scores: its weights, the new maximum and sum, and the factor for what was summed before."""
+    new_max = tl.maximum(running_max, tl.max(scores, 1))
+    # A row that has seen no key yet has maximum -inf. Any finite shift gives it weights 0, where -inf - -inf would be NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - shift[:, None])
+    rescale = tl.exp2(running_max - shift)
+    return weights, new_max, running_sum * rescale + tl.sum(weights, 1), rescale
+
+
+@triton.jit
+def _attend(
+    accumulator, running_max, running_sum, query, k_pointers, v_pointers, k_stride, v_stride, state_ptr,
+    queries, dropout_rows, dims, first_key, end_key, key_count,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr,
+    OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The softmax state and weighted values after keys `first_key..end_key`; MASKED where some may be hidden."""
+    for start in range(first_key, end_key, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        key = load_rows(k_pointers + ptr_offset((start,), (k_stride,)), keys, key_count, dims, HEAD_DIM)  # [BLOCK_N, BLOCK_D]
+        scores = dot(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), accumulator.dtype), OPERAND) * SCALE_LOG2
+        if MASKED:
+            scores = tl.where(visible(queries[:, None], keys[None, :], key_count, CAUSAL), scores, float("-inf"))
+        weights, running_max, running_sum, rescale = online_softmax_step(scores, running_max, running_sum)
+        if HAS_DROPOUT:
+            keep = keep_mask(state_ptr, dropout_rows, start, key_count, SITE, THRESHOLD, BLOCK_N)
+            weights = tl.where(keep, weights, 0.0)
+        value = load_rows(v_pointers + ptr_offset((start,), (v_stride,)), keys, key_count, dims, HEAD_DIM)  # [BLOCK_N, BLOCK_D]
+        accumulator = dot(weights, value, accumulator * rescale[:, None], OPERAND)
+    return accumulator, running_max, running_sum
+
+
+@triton.jit
+def _attention_forward(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, state_ptr,
+    q_strides, k_strides, v_strides, out_strides,
+    heads, kv_heads, query_count, key_count,
+    HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
+    ACC: tl.constexpr, OPERAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(query_count, BLOCK_M)
+    batch, head, tile = locate(heads, tiles)
+    first_query = (tiles - 1 - tile) * BLOCK_M  # the last queries see most keys, so they start first
+    kv_head = head // (heads // kv_heads)
+    queries = first_query + tl.arange(0, BLOCK_M)
+    keys = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    rows = tl.cast(batch * heads + head, tl.int64) * query_count + queries  # of lse, and of the dropout mask
+
+    query = load_rows(head_pointers(q_ptr, batch, head, queries, dims, q_strides), queries, query_count, dims, HEAD_DIM)
+    k_pointers = head_pointers(k_ptr, batch, kv_head, keys, dims, k_strides)
+    v_pointers = head_pointers(v_ptr, batch, kv_head, keys, dims, v_strides)
+    accumulator = tl.zeros((BLOCK_M, BLOCK_D), ACC)
+    running_max = tl.full((BLOCK_M,), float("-inf"), ACC)
+    running_sum = tl.zeros((BLOCK_M,), ACC)
+
+    full, end = key_ranges(first_query, key_count, CAUSAL, BLOCK_M, BLOCK_N)
+    accumulator, running_max, running_sum = _attend(
+        accumulator, running_max, running_sum, query, k_pointers, v_pointers, k_strides[2], v_strides[2], state_ptr,
+        queries, rows, dims, 0, full, key_count,
+        False, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, OPERAND, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    accumulator, running_max, running_sum = _attend(
+        accumulator, running_max, running_sum, query, k_pointers, v_pointers, k_strides[2], v_strides[2], state_ptr,
+        queries, rows, dims, full, end, key_count,
+        True, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, OPERAND, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+    # A row that saw no key has sum 0 and maximum -inf: its output is 0 and its lse -inf.
+    total = tl.where(running_sum == 0, 1.0, running_sum)
+    out = accumulator * (DROPOUT_SCALE / total)[:, None]
+    out_pointers = head_pointers(out_ptr, batch, head, queries, dims, out_strides)
+    tl.store(out_pointers, out.to(out_ptr.dtype.element_ty), mask=(queries < query_count)[:, None] & (dims < HEAD_DIM)[None, :])
+    tl.store(lse_ptr + rows, (running_max + tl.log2(total)) * LN_2, mask=queries < query_count)
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout=None, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """`(out [B, H, Tq, D], lse [B, H, Tq])` of `q [B, H, Tq, D]` and `k, v [B, KV, Tk, D]`, KV a divisor of H, with any strides.
+
+    Causal lets query i see keys 0..i. `out` lies in memory as `[B, Tq, H, D]`; lse is a natural logarithm, -inf where a query sees no key.
+    """
+    batch, heads, query_count, head_dim = q.shape
+    kv_heads, key_count = k.shape[1:3]
+    tile = tile or attention_forward_tile(head_dim, q.dtype, q.device)
+    out = torch.empty((batch, query_count, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = torch.empty((batch, heads, query_count), dtype=lse_dtype, device=q.device)
+    launch(
+        _attention_forward,
+        (batch * heads * triton.cdiv(query_count, tile.block_m),),
+        q, k, v, out, lse, dropout_state(dropout),
+        q.stride(), k.stride(), v.stride(), out.stride(),
+        heads, kv_heads, query_count, key_count,
+        HEAD_DIM=head_dim,
+        CAUSAL=causal,
+        SCALE=scale,
+        **dropout_constants(dropout),
+        ACC=accumulate_dtype(q.dtype),
+        OPERAND=operand_dtype(q.dtype),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )  # fmt: skip
+    return out, lse
