@@ -27,17 +27,16 @@ operations on the same values, so their gradients are equal bit for bit.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import attention_half, mlp_half
 from .backends import Backend, NormSpec
 from .call import BlockCall, flat
+from .guards import differentiable_once, without_autocast
 from .projections import Dense, Projection
 from .rng import Dropout, Site
 from .sites import block_dropout
@@ -81,7 +80,7 @@ class BlockFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad_y: Tensor):
         call: BlockCall = ctx.call
         _, needs_x, _, _, _, *needs_tensors = ctx.needs_input_grad
@@ -135,7 +134,7 @@ class AttentionFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad_out: Tensor):
         q, k, v, out, lse, state = ctx.saved_tensors
         with without_autocast(q):
@@ -164,7 +163,7 @@ class MlpFunction(torch.autograd.Function):
             return mlp.down(hidden).view(*x.shape[:-1], -1)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad_y: Tensor):
         x, w_gate, w_up, w_down, state = ctx.saved_tensors
         _, _, _, needs_x, *needs, _ = ctx.needs_input_grad
@@ -200,7 +199,7 @@ class NormFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad_y: Tensor):
         x, weight, bias, stats = ctx.saved_tensors
         _, _, _, *needs = ctx.needs_input_grad
@@ -211,14 +210,3 @@ class NormFunction(torch.autograd.Function):
 
 def _dropout(state: Tensor | None, p: float) -> Dropout | None:
     return None if state is None else Dropout(state, p, Site.FUNCTIONAL)
-
-
-@contextlib.contextmanager
-def without_autocast(x: Tensor):
-    """Autocast off: dtypes are decided once, in the call, so that the replay computes in those of the forward pass wherever it runs."""
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            yield
-    else:
-        yield

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from . import rng, rope
-from .autograd import AttentionFunction, BlockFunction, MlpFunction, NormFunction, run_block, without_autocast
+from .autograd import AttentionFunction, BlockFunction, MlpFunction, NormFunction, run_block
 from .backends import NormSpec, select
 from .call import BlockCall
-from .projections import Dense
+from .guards import without_autocast
 from .rng import Dropout, Site
 from .sites import drops
 from .spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, BackendName, BlockSpec, Policy, is_gated

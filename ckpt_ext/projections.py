@@ -73,7 +73,7 @@ class Dense:
 
     def grad_input(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
         weight = self.weight.to(grad.dtype)
-        return grad @ weight if into is None else into.addmm_(grad, weight)
+        return grad @ weight if into is None else torch.addmm(into, grad, weight, out=into)
 
     def grad_tensors(self, grad: Tensor, x: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         needs_weight, needs_bias = needs

@@ -1,5 +1,4 @@
-// Dropout on the CPU. A mask is a matrix of rows and `cols` columns, a pure function of (seed, offset, site): element (row, col) is
-// kept when lane `col % 4` of counter `row * ceil(cols / 4) + col // 4` reaches round(p * 2**32). The tensor may be any window of it.
+#include "dropout.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
@@ -7,7 +6,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
@@ -15,11 +13,15 @@
 
 #include "random_words.h"
 
+
 namespace ckpt_ext {
 namespace {
 
 // Columns whose random words are drawn before they are used: 4 KiB of words, which stay in the first-level cache.
 constexpr int64_t BLOCK = 1024;
+
+// Elements below which a thread of its own does not pay; the same as ATen's elementwise loops.
+constexpr int64_t GRAIN = 32768;
 
 // Where the rows and columns of a tensor lie in its mask.
 struct Window {
@@ -82,7 +84,7 @@ void drop(
     const scalar_t* x, scalar_t* out, int64_t rows, int64_t width,
     const Window& window, const Stream& stream, uint32_t threshold, double scale) {
   const int64_t pieces = (width + BLOCK - 1) / BLOCK; // of a row
-  const int64_t grain = std::max<int64_t>(1, at::internal::GRAIN_SIZE / std::min(width, BLOCK));
+  const int64_t grain = std::max<int64_t>(1, GRAIN / std::min(width, BLOCK));
   const auto row_quads = (static_cast<uint64_t>(window.cols) + 3) / 4;
   at::parallel_for(0, rows * pieces, grain, [&](int64_t begin, int64_t end) {
     std::array<uint32_t, BLOCK + 4 * COUNTERS> words;
@@ -97,6 +99,8 @@ void drop(
     }
   });
 }
+
+} // namespace
 
 at::Tensor dropout(
     const at::Tensor& x, const at::Tensor& state, double p, int64_t site,
@@ -122,12 +126,6 @@ at::Tensor dropout(
         window, stream, static_cast<uint32_t>(threshold), 1 / (1 - p));
   });
   return out;
-}
-
-} // namespace
-
-TORCH_LIBRARY_IMPL(ckpt_ext, CPU, m) {
-  m.impl("dropout", &dropout);
 }
 
 } // namespace ckpt_ext

@@ -5,6 +5,7 @@
 
 #include <array>
 
+#include "dropout.h"
 #include "philox.h"
 #include "rng.h"
 
@@ -38,6 +39,15 @@ TORCH_LIBRARY(ckpt_ext, m) {
   m.def(
       "reserve(Generator? generator, Device device) -> Tensor",
       {at::Tag::nondeterministic_seeded, at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(ckpt_ext, CPU, m) {
+  m.impl("dropout", &dropout);
+}
+
+// No tensor argument tells the dispatcher a device: one function serves them all.
+TORCH_LIBRARY_IMPL(ckpt_ext, CompositeExplicitAutograd, m) {
+  m.impl("reserve", &reserve);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

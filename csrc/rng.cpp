@@ -3,7 +3,6 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <mutex>
 
@@ -62,10 +61,6 @@ at::Tensor get_state(at::Generator generator) {
 void set_state(at::Generator generator, const at::Tensor& state) {
   std::lock_guard<std::mutex> lock(generator.mutex());
   generator.set_state(state);
-}
-
-TORCH_LIBRARY_IMPL(ckpt_ext, CompositeExplicitAutograd, m) {
-  m.impl("reserve", &reserve);
 }
 
 } // namespace ckpt_ext

@@ -35,6 +35,19 @@ def _load_lse_log2(lse_ptr, rows, inside):
 
 
 @triton.jit
+def query_ranges(first_key, query_count, key_count, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`(first, full)`: before `first` no query sees any key of the tile, from `full` on every query sees all of it."""
+    first = 0
+    full = 0
+    if CAUSAL:
+        first = first_key // BLOCK_M * BLOCK_M
+        full = tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M
+    # The last tile may reach beyond the keys, and that no query sees.
+    full = tl.where(first_key + BLOCK_N > key_count, query_count, full)
+    return first, tl.minimum(full, query_count)
+
+
+@triton.jit
 def _attention_delta(
     grad_ptr, out_ptr, delta_ptr, grad_strides, out_strides, heads, query_count,
     HEAD_DIM: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -52,11 +65,11 @@ def _attention_delta(
 def _walk_queries(
     grad_key, grad_value, key, value, q_pointers, grad_pointers, q_stride, grad_stride, lse_ptr, delta_ptr, state_ptr,
     keys, first_row, first_key, dims, first_query, end_query, query_count, key_count,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE_LOG2: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
     OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys after queries `first_query..end_query` of one head; MASKED where the diagonal crosses.
+    """dk and dv of a tile of keys after queries `first_query..end_query` of one head; MASKED where some may not see some key.
 
     Scores stand transposed, [keys, queries], so that weights and their gradients feed the second products as they are. Lanes beyond
     the last query need no mask: their query and gradient are 0, and with lse 0 and delta 0 all that they add is 0.
@@ -70,9 +83,10 @@ def _walk_queries(
         delta = tl.load(delta_ptr + first_row + queries, mask=inside, other=0.0)
 
         zeros = tl.zeros((BLOCK_N, BLOCK_M), grad_key.dtype)
-        weights = tl.exp2(dot(key, tl.trans(query), zeros, OPERAND) * SCALE_LOG2 - lse_log2[None, :])
+        scores = dot(key, tl.trans(query), zeros, OPERAND) * SCALE_LOG2
         if MASKED:
-            weights = tl.where(visible(queries[None, :], keys[:, None], key_count, True), weights, 0.0)
+            scores = tl.where(visible(queries[None, :], keys[:, None], key_count, CAUSAL), scores, float("-inf"))
+        weights = tl.exp2(scores - lse_log2[None, :])
         grad_weights = dot(value, tl.trans(grad), zeros, OPERAND)
         dropped = weights
         if HAS_DROPOUT:
@@ -104,28 +118,21 @@ def _attention_backward_keys(
     grad_key = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     grad_value = tl.zeros((BLOCK_N, BLOCK_D), ACC)
 
-    # Queries before the tile's first key see none of it; from its last key on they see all of it.
-    first_query = 0
-    full = 0
-    if CAUSAL:
-        first_query = first_key // BLOCK_M * BLOCK_M
-        full = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, query_count)
-
+    first_query, full = query_ranges(first_key, query_count, key_count, CAUSAL, BLOCK_M, BLOCK_N)
     group = heads // kv_heads
     for head in range(kv_head * group, kv_head * group + group):
         first_row = tl.cast(batch * heads + head, tl.int64) * query_count
         q_pointers = head_pointers(q_ptr, batch, head, queries, dims, q_strides)
         grad_pointers = head_pointers(grad_ptr, batch, head, queries, dims, grad_strides)
-        if CAUSAL:
-            grad_key, grad_value = _walk_queries(
-                grad_key, grad_value, key, value, q_pointers, grad_pointers, q_strides[2], grad_strides[2], lse_ptr, delta_ptr, state_ptr,
-                keys, first_row, first_key, dims, first_query, full, query_count, key_count,
-                True, HEAD_DIM, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+        grad_key, grad_value = _walk_queries(
+            grad_key, grad_value, key, value, q_pointers, grad_pointers, q_strides[2], grad_strides[2], lse_ptr, delta_ptr, state_ptr,
+            keys, first_row, first_key, dims, first_query, full, query_count, key_count,
+            True, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         grad_key, grad_value = _walk_queries(
             grad_key, grad_value, key, value, q_pointers, grad_pointers, q_strides[2], grad_strides[2], lse_ptr, delta_ptr, state_ptr,
             keys, first_row, first_key, dims, full, query_count, query_count, key_count,
-            False, HEAD_DIM, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
+            False, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
     inside = (keys < key_count)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -149,9 +156,10 @@ def _walk_keys(
         key = load_rows(k_pointers + ptr_offset((start,), (k_stride,)), keys, key_count, dims, HEAD_DIM)  # [BLOCK_N, BLOCK_D]
         value = load_rows(v_pointers + ptr_offset((start,), (v_stride,)), keys, key_count, dims, HEAD_DIM)
         zeros = tl.zeros((BLOCK_M, BLOCK_N), grad_query.dtype)
-        weights = tl.exp2(dot(query, tl.trans(key), zeros, OPERAND) * SCALE_LOG2 - lse_log2[:, None])
+        scores = dot(query, tl.trans(key), zeros, OPERAND) * SCALE_LOG2
         if MASKED:
-            weights = tl.where(visible(queries[:, None], keys[None, :], key_count, CAUSAL), weights, 0.0)
+            scores = tl.where(visible(queries[:, None], keys[None, :], key_count, CAUSAL), scores, float("-inf"))
+        weights = tl.exp2(scores - lse_log2[:, None])
         grad_weights = dot(grad, tl.trans(value), zeros, OPERAND)
         if HAS_DROPOUT:
             keep = keep_mask(state_ptr, dropout_rows, start, key_count, SITE, THRESHOLD, BLOCK_N)
@@ -215,25 +223,36 @@ def attention_backward(
     dq, dk, dv = (torch.empty(x.transpose(1, 2).shape, dtype=x.dtype, device=x.device).transpose(1, 2) for x in (q, k, v))
     delta = torch.empty_like(lse)
     query_grid = (batch * heads * triton.cdiv(query_count, tile.block_m),)
-    key_grid = (batch * kv_heads * triton.cdiv(key_count, tile.block_n),)
-    sizes = {"HEAD_DIM": head_dim, "ACC": accumulate_dtype(q.dtype), "BLOCK_M": tile.block_m, "BLOCK_D": max(16, triton.next_power_of_2(head_dim))}
+    key_grid = (batch * kv_heads * triton.cdiv(key_count, tile.block_m),)
+    accumulate, block_d = accumulate_dtype(q.dtype), max(16, triton.next_power_of_2(head_dim))
     constants = {
-        **sizes,
-        **dropout_constants(dropout),
+        "HEAD_DIM": head_dim,
         "CAUSAL": causal,
         "SCALE": scale,
+        **dropout_constants(dropout),
+        "ACC": accumulate,
         "OPERAND": operand_dtype(q.dtype),
-        "BLOCK_N": tile.block_n,
+        "BLOCK_D": block_d,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
-    launch(_attention_delta, query_grid, grad, out, delta, grad.stride(), out.stride(), heads, query_count, **sizes)
+    launch(
+        _attention_delta,
+        query_grid,
+        grad, out, delta, grad.stride(), out.stride(), heads, query_count,
+        HEAD_DIM=head_dim,
+        ACC=accumulate,
+        BLOCK_M=tile.block_m,
+        BLOCK_D=block_d,
+    )  # fmt: skip
     launch(
         _attention_backward_keys,
         key_grid,
         grad, q, k, v, lse, delta, dk, dv, dropout_state(dropout),
         grad.stride(), q.stride(), k.stride(), v.stride(), dk.stride(), dv.stride(),
         heads, kv_heads, query_count, key_count,
+        BLOCK_M=tile.block_n,
+        BLOCK_N=tile.block_m,
         **constants,
     )  # fmt: skip
     launch(
@@ -242,6 +261,8 @@ def attention_backward(
         grad, q, k, v, lse, delta, dq, dropout_state(dropout),
         grad.stride(), q.stride(), k.stride(), v.stride(), dq.stride(),
         heads, kv_heads, query_count, key_count,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
         **constants,
     )  # fmt: skip
     return dq, dk, dv

@@ -118,8 +118,9 @@ def column_sum_tile() -> Tile:
 
 def rope_tile(half: int) -> Tile:
     """Tile of the rotary embedding: heads of tokens by the pairs of a head, all in one tile."""
-    block_n = max(1, triton.next_power_of_2(half))
-    return Tile(4, block_n) if INTERPRETED else Tile(max(1, 1024 // block_n), block_n)
+    # The elements that are not rotated are copied in steps of block_n, hence not one by one where few are rotated.
+    block_n = max(16, triton.next_power_of_2(half))
+    return Tile(16, block_n) if INTERPRETED else Tile(max(1, 1024 // block_n), block_n)
 
 
 def elementwise_tile(cols: int) -> Tile:

@@ -26,35 +26,40 @@ def _wide(x: Tensor) -> Tensor:
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor]:
     rows = _wide(x)
+    scale = _scale(weight, spec, rows.dtype)
     if spec.kind == "layer":
-        mean = rows.mean(-1, keepdim=True)
-        rows = rows - mean
+        shift = None if bias is None else bias.to(rows.dtype)
+        y, mean, rstd = _aten.native_layer_norm(rows, [rows.size(-1)], scale, shift, spec.eps)
+        return y.to(x.dtype), torch.cat((mean, rstd), -1).view(-1, 2)
     mean_square = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_().div_(rows.size(-1))
     rstd = mean_square.add_(spec.eps).rsqrt_()
-    y = (rows * rstd).mul_(_scale(weight, spec, rows.dtype))
+    y = (rows * rstd).mul_(scale)
     if bias is not None:
         y += bias
-    stats = torch.cat((mean, rstd), -1) if spec.kind == "layer" else rstd
-    return y.to(x.dtype), stats.view(-1, stats.size(-1))
+    return y.to(x.dtype), rstd.view(-1, 1)
 
 
 def norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor, spec: NormSpec, *, params: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    # With g = grad * weight and x^ = (x - mean) * rstd:  dx = rstd * (g - mean(g) - x^ * mean(g * x^)), without mean(g) for RMSNorm.
-    rows = _wide(x).reshape(-1, x.size(-1))
-    grad_rows = _wide(grad).reshape(-1, x.size(-1))
-    rstd = stats[:, -1:]
-    normed = (rows - stats[:, :1]).mul_(rstd) if spec.kind == "layer" else rows * rstd
-    grad_weight = grad_bias = None
-    if params:
-        grad_weight = torch.einsum("nc,nc->c", grad_rows, normed).to(weight.dtype)
-        grad_bias = None if bias is None else grad_rows.sum(0).to(bias.dtype)
-    scaled = grad_rows * _scale(weight, spec, rows.dtype)
-    inner = torch.linalg.vecdot(scaled, normed).div_(rows.size(-1)).unsqueeze(-1)
+    rows, grad_rows = (_wide(t).reshape(-1, x.size(-1)) for t in (x, grad))
+    scale = _scale(weight, spec, rows.dtype)
     if spec.kind == "layer":
-        scaled -= scaled.mean(-1, keepdim=True)
-    grad_x = scaled.addcmul_(normed, inner, value=-1).mul_(rstd)
+        mean, rstd = stats[:, :1].contiguous(), stats[:, 1:].contiguous()
+        shift = None if bias is None else bias.to(rows.dtype)
+        grad_x, grad_weight, grad_bias = _aten.native_layer_norm_backward(
+            grad_rows, rows, [rows.size(-1)], mean, rstd, scale, shift, [True, params, params and bias is not None]
+        )
+    else:
+        # With g = grad * weight and x^ = x * rstd:  dx = rstd * (g - x^ * mean(g * x^)),  dweight = sum(grad * x^).
+        normed = rows * stats
+        product = grad_rows * normed
+        grad_weight = product.sum(0) if params else None
+        grad_bias = grad_rows.sum(0) if params and bias is not None else None
+        inner = torch.mv(product, scale).div_(rows.size(-1)).unsqueeze(-1)
+        grad_x = torch.mul(grad_rows, scale, out=product).addcmul_(normed, inner, value=-1).mul_(stats)
+    params_like = ((grad_weight, weight), (grad_bias, bias))
+    grad_weight, grad_bias = (None if g is None else g.to(p.dtype) for g, p in params_like)  # type: ignore[union-attr]
     return grad_x.to(x.dtype).view(x.shape), grad_weight, grad_bias
 
 

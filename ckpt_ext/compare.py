@@ -1,0 +1,329 @@
+"""The same training five times, side by side: nothing checkpointed, `torch.utils.checkpoint`, and this engine in each policy.
+
+All runs start from the same weights and see the same batches and dropout masks. They take turns step by step, in an order that moves on
+every round, so that whatever slows the machine slows all alike. `ckpt_ext.compare_report` renders what `compare` returns.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from . import machine, rope, text
+from .backends import interpreting, select
+from .modules import EagerBlock, TransformerBlock
+from .spec import BackendName, BlockSpec, Policy
+from .training import LanguageModel, Run
+from .validate import one_of, positive_int
+
+PLAIN, TORCH = "plain", "torch checkpoint"
+OURS = {f"ours: {save}": Policy(save=save) for save in ("all", "attention", "input")}
+ALL, INPUT = "ours: all", "ours: input"
+
+LOSS_STEPS = 10
+"""The final loss is the mean over this many last steps."""
+UNTIMED_ROUNDS = 5
+"""Rounds at the start whose times are not used, where there are more."""
+LOSS_TOLERANCE = 1e-4
+TIME_TOLERANCE = 1.1
+
+
+def _option(default: Any, help: str, *choices: str) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices or None})
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What is trained and how. Each field is an option of `ckpt-ext compare`.
+
+    Raises ValueError for sizes that make no model, and RuntimeError for a backend or a device that is not there.
+    """
+
+    blocks: int = _option(8, "transformer blocks")
+    dim: int = _option(256, "width of the residual stream")
+    heads: int = _option(8, "attention heads")
+    kv_heads: int = _option(0, "heads of keys and values; 0 means as many as --heads")
+    hidden_dim: int = _option(0, "hidden width of the SwiGLU MLP; 0 means 8/3 of --dim, rounded up to a multiple of 64")
+    length: int = _option(512, "symbols in a sequence")
+    batch: int = _option(1, "sequences in a batch")
+    steps: int = _option(100, "training steps of each run")
+    lr: float = _option(1e-3, "AdamW's learning rate, after the warm-up")
+    warmup: int = _option(20, "steps over which the learning rate rises from zero")
+    residual_dropout: float = _option(0.1, "probability of dropping an element of either half's output")
+    mlp_dropout: float = _option(0.1, "probability of dropping a hidden element of the MLP")
+    attn_dropout: float = _option(0.0, "probability of dropping an attention weight; above 0 no run can use the stock fused attention")
+    backend: str = _option("auto", "who runs our blocks; auto is Triton on a GPU and ATen elsewhere", *get_args(BackendName))
+    dtype: str = _option("float32", "of parameters and activations", "float32", "float64", "bfloat16")
+    device: str = _option("cpu", "such as cpu or cuda:0")
+    seed: int = _option(0, "of weights, batches and masks")
+    threads: int = _option(0, "CPU threads; 0 means PyTorch's own choice")
+    text: str = _option("", "file to train on, byte by byte; by default the prose of CPython's help topics")
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "length", "batch", "steps", "warmup"):
+            positive_int(name, getattr(self, name))
+        if not self.lr > 0:
+            raise ValueError(f"lr must be positive, got {self.lr}")
+        if self.threads < 0:
+            raise ValueError(f"threads must not be negative, got {self.threads}")
+        one_of("dtype", self.dtype, _choices("dtype"))
+        _ = self.spec
+        try:
+            device = torch.empty(0, device=self.device).device
+        except (RuntimeError, AssertionError) as error:  # torch without the device's support asserts
+            raise RuntimeError(f"device {self.device!r} must be usable, got: {str(error).splitlines()[0]}") from error
+        select(self.backend, device)
+
+    @property
+    def spec(self) -> BlockSpec:
+        """The block that is stacked."""
+        return BlockSpec(
+            dim=self.dim, heads=self.heads, kv_heads=self.kv_heads, hidden_dim=self.hidden_dim or -(-8 * self.dim // 3 // 64) * 64,
+            rope_theta=1e4, attn_dropout=self.attn_dropout, residual_dropout=self.residual_dropout, mlp_dropout=self.mlp_dropout,
+        )  # fmt: skip
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as PyTorch's."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of one block's input."""
+        return self.batch * self.length * self.dim * self.torch_dtype.itemsize
+
+    def arguments(self) -> list[str]:
+        """The command-line arguments that give this config."""
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return [word for name, value in changed for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def _choices(name: str) -> tuple[str, ...]:
+    return next(f.metadata["choices"] for f in fields(Config) if f.name == name)
+
+
+class Difference(NamedTuple):
+    """The largest `max|a - b| / max|b|` over the parameters, and where it is."""
+
+    value: float
+    parameter: str
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What was measured of one run. "First" gradients are those of the first batch at the initial weights, equal in all runs."""
+
+    name: str
+    final_loss: float
+    losses: list[float]
+    gradient_difference: Difference
+    """First gradients against the plain run's."""
+    gradient_error: Difference
+    """First gradients against a plain run's in float64."""
+    bit_equal: bool
+    """First gradients and final weights equal those of "ours: all", bit for bit."""
+    saved_bytes: int
+    """What the blocks keep between forward and backward."""
+    peak_bytes: int
+    """The most that was alive in a forward and backward pass; parameters and their finished gradients apart."""
+    step_seconds: float
+    tokens_per_second: float
+    step_ratio: float
+    """Step time over that of torch checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a claim held; None where it could not be judged. One that is `required` fails the whole comparison."""
+
+    claim: str
+    ok: bool | None
+    detail: str
+    required: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Everything that `compare` found."""
+
+    config: Config
+    machine: dict[str, str | int]
+    input_bytes: int
+    runs: list[Figures]
+    verdicts: list[Verdict]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no required verdict failed."""
+        return all(verdict.ok is not False for verdict in self.verdicts if verdict.required)
+
+
+def compare(config: Config, windows: Tensor, progress: Callable[[str], None] = lambda phase: None) -> Comparison:
+    """Train all runs on `windows`, int64 `[steps, batch, length + 1]`, and judge them.
+
+    `progress` is called with the name of the phase at the start, and then after every of `phases(config)` phases.
+    """
+    with _threads(config.threads):
+        device = torch.device(config.device)
+        windows = windows.to(device)
+        first = windows[0]
+        shared = [t for t in rope.table(config.spec, config.length, config.torch_dtype, device) if t is not None]
+
+        progress("gradients at equal weights")
+        runs = _runs(config, device)
+        gradients = {name: run.gradients(first) for name, run in runs.items()}
+        truth = _truth(config, runs[PLAIN]).gradients(first)
+        progress("memory")
+        saved = {name: run.saved_bytes(first, shared) for name, run in runs.items()}
+        peak = {name: run.peak_bytes(first, shared) for name, run in runs.items()}
+        for turn, batch in enumerate(windows):
+            progress("training")
+            _round(runs, turn, batch)
+        progress("done")
+
+        seconds = {name: statistics.median(run.seconds[UNTIMED_ROUNDS:] or run.seconds) for name, run in runs.items()}
+        weights = {name: run.weights() for name, run in runs.items()}
+        figures = [
+            Figures(
+                name=name,
+                final_loss=statistics.fmean(run.losses[-LOSS_STEPS:]),
+                losses=run.losses,
+                gradient_difference=difference(gradients[name], gradients[PLAIN]),
+                gradient_error=difference(gradients[name], truth),
+                bit_equal=_equal(gradients[name], gradients[ALL]) and _equal(weights[name], weights[ALL]),
+                saved_bytes=saved[name],
+                peak_bytes=peak[name],
+                step_seconds=seconds[name],
+                tokens_per_second=config.batch * config.length / seconds[name],
+                step_ratio=seconds[name] / seconds[TORCH],
+            )
+            for name, run in runs.items()
+        ]
+        where = machine.describe(device)
+    verdicts = [_gradients_are_right(config, gradients, truth), *judge(config, {run.name: run for run in figures})]
+    return Comparison(config, where, config.input_bytes, figures, verdicts)
+
+
+def phases(config: Config) -> int:
+    """How many phases `compare` goes through."""
+    return config.steps + 2
+
+
+def _runs(config: Config, device: torch.device) -> dict[str, Run]:
+    """The runs, by name, at equal weights."""
+    spec, place = config.spec, {"dtype": config.torch_dtype, "device": device}
+
+    def run(make_block: Callable[[], torch.nn.Module], *, checkpointed: bool = False) -> Run:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(config.seed)
+            model = LanguageModel((make_block() for _ in range(config.blocks)), config.dim, checkpointed=checkpointed, **place)
+        return Run(model, lr=config.lr, warmup=config.warmup, seed=config.seed)
+
+    runs = {PLAIN: run(lambda: EagerBlock(spec, **place)), TORCH: run(lambda: EagerBlock(spec, **place), checkpointed=True)}
+    for name, policy in OURS.items():
+        runs[name] = run(lambda policy=policy: TransformerBlock(spec, policy=policy, backend=config.backend, **place))
+    return runs
+
+
+def _truth(config: Config, plain: Run) -> Run:
+    """The plain run in float64, from the same weights and with the same masks."""
+    return Run(copy.deepcopy(plain.model).double(), lr=config.lr, warmup=config.warmup, seed=config.seed)
+
+
+def _round(runs: dict[str, Run], turn: int, batch: Tensor) -> None:
+    """One step of each run, beginning with another one each turn."""
+    order = list(runs.values())
+    first = turn % len(order)
+    for run in order[first:] + order[:first]:
+        run.step(batch)
+
+
+def difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Difference:
+    """The largest relative difference, over all parameters."""
+    return max(Difference(_relative(actual[name], expected[name]), name) for name in expected)
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.double(), expected.double()
+    error, scale = (actual - expected).abs().max().item(), expected.abs().max().item()
+    return error / scale if scale else float("inf") if error else 0.0
+
+
+def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in b)
+
+
+def _gradients_are_right(config: Config, gradients: dict[str, dict[str, Tensor]], truth: dict[str, Tensor]) -> Verdict:
+    """Per parameter: error of ours against float64 <= 2 * error of the plain run + eps * sqrt(tokens), relative to the largest element.
+
+    The last term is the expected rounding of a sum over the tokens, for a parameter where the plain run happens to be exact.
+    """
+    rounding = torch.finfo(config.torch_dtype).eps * (config.batch * config.length) ** 0.5
+    worst, where = 0.0, "none"
+    for name in OURS:
+        for parameter, exact in truth.items():
+            allowed = 2 * _relative(gradients[PLAIN][parameter], exact) + rounding
+            share = _relative(gradients[name][parameter], exact) / allowed
+            if not share <= worst:
+                worst, where = share, f"{name}, {parameter}"
+    return Verdict(
+        "gradients are as near to float64's as plain PyTorch's", worst <= 1,
+        f"at most {worst:.2f} of the error allowed, twice the plain run's plus {rounding:.1e} ({where})", required=True,
+    )  # fmt: skip
+
+
+def judge(config: Config, runs: dict[str, Figures]) -> list[Verdict]:
+    """The verdicts that the figures of the runs, by name, allow."""
+    losses = [run.final_loss for run in runs.values()]
+    spread = max(losses) - min(losses)
+    # A dtype whose own rounding is above the tolerance cannot be held to it.
+    tolerance = max(LOSS_TOLERANCE, 4 * torch.finfo(config.torch_dtype).eps)
+    unequal = [name for name in OURS if not runs[name].bit_equal]
+    beside_input = runs[INPUT].saved_bytes / config.blocks - config.input_bytes
+    ratio = runs[INPUT].step_ratio
+    return [
+        Verdict(
+            "ours give the same bits, whatever is kept", not unequal,
+            f"{', '.join(unequal)} differ from {ALL}" if unequal else "first gradients and final weights", required=True,
+        ),
+        Verdict("all runs end at the same loss", spread <= tolerance, f"they differ by {spread:.1e}; allowed {tolerance:.0e}"),
+        Verdict(
+            f"{INPUT} saves the input of each block and at most 64 bytes", 0 <= beside_input <= 64,
+            f"{config.input_bytes:,} {beside_input:+,.0f} bytes a block",
+        ),
+        Verdict(
+            f"{INPUT} peaks below {TORCH}", runs[INPUT].peak_bytes < runs[TORCH].peak_bytes,
+            f"{runs[INPUT].peak_bytes / runs[TORCH].peak_bytes:.2f} of it",
+        ),
+        Verdict(
+            f"{INPUT} takes at most {TIME_TOLERANCE} of the step time of {TORCH}",
+            None if _interpreted(config) else ratio <= TIME_TOLERANCE,
+            f"{ratio:.2f} of it" + (", under Triton's interpreter, whose speed means nothing" if _interpreted(config) else ""),
+        ),
+    ]  # fmt: skip
+
+
+def _interpreted(config: Config) -> bool:
+    return config.backend == "triton" and interpreting()
+
+
+@contextmanager
+def _threads(count: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def windows(config: Config) -> Tensor:
+    """The batches of `config`, `[steps, batch, length + 1]`. Raises OSError or ValueError for a text that cannot be used."""
+    return text.batches(text.read(config.text), config.steps, config.batch, config.length, config.seed)

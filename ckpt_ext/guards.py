@@ -1,0 +1,50 @@
+"""What the Functions' forward and backward run under: autocast off, and no derivative of a derivative."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+
+class _RefuseTwice(torch.autograd.Function):
+    """Hands a gradient on, as a function of what it was computed from; differentiating it raises."""
+
+    @staticmethod
+    def forward(ctx, grad: Tensor, *sources: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("gradients of ckpt_ext's functions must not be differentiated again: double backward is not implemented")
+
+
+def differentiable_once(backward: Callable) -> Callable:
+    """Decorates a Function's backward: it runs without grad, and a derivative of its result raises RuntimeError.
+
+    torch's `once_differentiable` lets a gradient of a constant `grad_output` pass as a constant, so that a gradient penalty would be lost
+    in silence; here it stays a function of every saved tensor that requires grad.
+    """
+
+    @functools.wraps(backward)
+    def guarded(ctx, *grads: Tensor):
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # create_graph=False
+            return results
+        sources = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
+        return tuple(None if result is None else _RefuseTwice.apply(result, *sources) for result in results)
+
+    return guarded
+
+
+@contextlib.contextmanager
+def without_autocast(x: Tensor) -> Iterator[None]:
+    """Autocast off: dtypes are decided once, in the call, so that the replay computes in those of the forward pass wherever it runs."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            yield
+    else:
+        yield

@@ -1,0 +1,95 @@
+"""What tensors cost: the bytes alive while operators run, and the bytes that autograd keeps for backward.
+
+Both count storages, once each, whatever views share them, on real tensors of any device and on fake ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the storages that operators make while it is on, each from its birth to its death.
+
+        with LiveStorages() as memory:
+            loss = model(x).sum()
+            between = memory.live
+            loss.backward()
+        print(between, memory.peak)
+
+    Storages that were there before (parameters, inputs) do not count, nor do those handed to `ignore`. Scratch memory inside one operator
+    is not seen, and a storage counts with its size at birth. Under a fake-tensor mode, enter this one inside.
+    """
+
+    def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.live = 0
+        """Bytes alive now. Goes on falling as tensors die after the mode has ended."""
+        self.peak = 0
+        """The most bytes that were alive at the end of an operator, with its operands."""
+        self._counted: dict[int, int] = {}
+        for tensor in ignored:
+            self.ignore(tensor)
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Count the storage of `tensor` no longer, or never."""
+        for storage in _storages(tensor):
+            self._meet(storage, 0)
+            self.live -= self._counted[storage._cdata]
+            self._counted[storage._cdata] = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        # An operand that no operator has returned was born outside: it must not be taken for new when it, or a view of it, comes back.
+        for storage in _storages((args, kwargs)):
+            self._meet(storage, 0)
+        result = func(*args, **kwargs)
+        for storage in _storages(result):
+            self._meet(storage, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _meet(self, storage: UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        if key in self._counted:
+            return
+        self._counted[key] = size
+        self.live += size
+        weakref.finalize(storage, self._forget, key).atexit = False
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._counted.pop(key)
+
+
+def saved_bytes(forward: Callable[[], object], ignored: Iterable[Tensor] = ()) -> int:
+    """Bytes that autograd keeps for backward once `forward()` has returned, less the storages of `ignored`.
+
+    Sees what goes through saved-tensor hooks, so all of `save_for_backward` and of PyTorch's own operators; a tensor that a Function hides
+    on its `ctx` shows up in `LiveStorages` only. A saved view counts with the whole storage that it keeps alive.
+    """
+    packed: list[weakref.ref[UntypedStorage]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.extend(weakref.ref(storage) for storage in _storages(tensor))
+        return tensor.detach()  # an operator's own result would hold the graph that holds it, for ever
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()  # holds the graph, and through it what is saved
+    kept = {storage._cdata: storage.nbytes() for ref in packed if (storage := ref()) is not None}
+    for storage in _storages(list(ignored)):
+        kept.pop(storage._cdata, None)
+    del result
+    return sum(kept.values())
+
+
+def _storages(tree: object) -> Iterator[UntypedStorage]:
+    """The storages of the strided tensors in `tree`; other layouts have none of their own."""
+    for leaf in tree_iter(tree):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            yield leaf.untyped_storage()
