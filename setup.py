@@ -12,9 +12,12 @@ CPU_SOURCES = [f"csrc/{name}.cpp" for name in ("module", "rng", "dropout", "rand
 CUDA_SOURCES = ["csrc/cuda/reserve.cu"]
 
 
-def nvcc_release(cuda_home: str | None) -> str | None:
-    """The CUDA release, such as "13.0", of the nvcc under `cuda_home`; None where there is none or it does not run."""
-    if cuda_home is None:
+def toolkit_release(cuda_home: str | None) -> str | None:
+    """The CUDA release, such as "13.0", of the toolkit in `cuda_home`; None where nothing can be built with it.
+
+    An nvcc alone is no toolkit: one on the PATH may be a script that calls the real one, and then its folder has nothing to link with.
+    """
+    if cuda_home is None or not any(Path(cuda_home, folder, "libcudart.so").exists() for folder in ("lib64", "lib")):
         return None
     try:
         shown = subprocess.run([Path(cuda_home, "bin", "nvcc"), "--version"], capture_output=True, text=True, timeout=60).stdout
@@ -24,9 +27,9 @@ def nvcc_release(cuda_home: str | None) -> str | None:
     return release and release[1]
 
 
-def builds_cuda(torch_cuda: str | None, nvcc: str | None) -> bool:
-    """Whether code from this nvcc can be linked to a torch of this CUDA release: both exist and share their major version."""
-    return torch_cuda is not None and nvcc is not None and torch_cuda.split(".")[0] == nvcc.split(".")[0]
+def builds_cuda(torch_cuda: str | None, toolkit: str | None) -> bool:
+    """Whether code of this toolkit can be linked to a torch of this CUDA release: both exist and share their major version."""
+    return torch_cuda is not None and toolkit is not None and torch_cuda.split(".")[0] == toolkit.split(".")[0]
 
 
 def extension() -> dict:
@@ -41,10 +44,14 @@ def extension() -> dict:
     openmp = ["-fopenmp"] if sys.platform == "linux" else []
     flags = {"cxx": ["-O3", "-g0", *openmp], "nvcc": ["-O3"]}
     kind, sources = cpp_extension.CppExtension, CPU_SOURCES
-    if builds_cuda(torch.version.cuda, nvcc_release(cpp_extension.CUDA_HOME)):
+    toolkit = toolkit_release(cpp_extension.CUDA_HOME)
+    if builds_cuda(torch.version.cuda, toolkit):
         kind, sources = cpp_extension.CUDAExtension, CPU_SOURCES + CUDA_SOURCES
         for arguments in flags.values():
             arguments.append(f"-DCKPT_EXT_CUDA={torch.version.cuda}")
+    elif torch.version.cuda is not None:
+        found = f"CUDA {toolkit} is" if toolkit else "no CUDA toolkit is"
+        print(f"ckpt_ext: {found} at CUDA_HOME, torch wants CUDA {torch.version.cuda}: the CUDA part is left out", file=sys.stderr)
     built = kind("ckpt_ext._C", sources, extra_compile_args=flags, extra_link_args=openmp)
     return {"ext_modules": [built], "cmdclass": {"build_ext": cpp_extension.BuildExtension}}
 

@@ -179,6 +179,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "attention d256": attention_calls(256),
     "attention d256 dropout": attention_calls(256, dropout=DROPOUT),
     "attention d64 float32": attention_calls(64, dtype=torch.float32),
+    "attention d128 float32": attention_calls(128, dtype=torch.float32),
     "attention d64 float64": attention_calls(64, dtype=torch.float64),
     "rms norm 128": norm_calls("rms", 128),
     "rms norm 4096": norm_calls("rms", 4096),
@@ -213,12 +214,12 @@ CALLS: dict[str, Callable[[], object]] = {
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", default=["sm_80", "sm_90"], choices=list(SHARED_LIMIT))
-    parser.add_argument("--match", default="", help="compile only the calls whose name contains this")
+    parser.add_argument("--match", default="", help="compile only the calls whose name has this regular expression")
     args = parser.parse_args(argv)
     failed = False
     print(f"{'call':<30} {'kernel':<32} {'arch':<8} {'registers':>9} {'spill':>6} {'shared':>8} {'mma':>5}")
     for name, call in CALLS.items():
-        if args.match not in name:
+        if not re.search(args.match, name):
             continue
         for arch in args.arch:
             for launch in record(call):

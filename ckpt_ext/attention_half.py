@@ -83,7 +83,8 @@ def backward(
 def _heads(call: BlockCall, rows: Tensor, x: Tensor) -> Tensor:
     """`[N, heads * D]` as `[B, heads, T, D]`, without a copy."""
     batch, length, _ = x.shape
-    return rows.view(batch, length, -1, call.spec.head_dim).transpose(1, 2)
+    head_dim = call.spec.head_dim
+    return rows.view(batch, length, rows.size(-1) // head_dim, head_dim).transpose(1, 2)
 
 
 def _rows(heads: Tensor) -> Tensor:

@@ -108,7 +108,8 @@ def _triton_backend() -> Check:
 
 def _gpu() -> Check:
     if not torch.cuda.is_available():
-        return Check("gpu", None, f"none that torch can use; torch is built for {torch.version.cuda or torch.version.hip or 'the CPU'}", False)
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU"
+        return Check("gpu", None, f"none that torch can use; torch is built for {built}", required=False)
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return Check("gpu", True, ", ".join(names), required=False)
 

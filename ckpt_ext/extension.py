@@ -61,7 +61,8 @@ def examine(folder: Path) -> Status:
     running = torch.__version__
     reason = ""
     if marker.torch != release(running):
-        reason = f"the C++ extension of ckpt_ext was built for torch {marker.torch}, but torch {running} runs; build it again with `{BUILD}`"
+        versions = f"was built for torch {marker.torch}, but torch {running} runs"
+        reason = f"the C++ extension of ckpt_ext {versions}; build it again with `{BUILD}`"
     return Status(False, reason, marker.torch, marker.cuda != "none")
 
 

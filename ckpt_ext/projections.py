@@ -7,8 +7,7 @@ differentiates them) and its kind (static), and is put together again inside by 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ class Projection(Protocol):
 
 
 class _DenseKind:
-    arity: ClassVar[int] = 2
+    arity = 2
 
     def bind(self, tensors: Sequence[Tensor | None]) -> Dense:
         weight, bias = tensors
@@ -54,14 +53,15 @@ class _DenseKind:
         return Dense(weight, bias)
 
 
-@dataclass(frozen=True, slots=True)
-class Dense:
+class Dense(NamedTuple):
     """`x @ weight.T + bias` with `weight [out, in]` and `bias [out]` or None; cast to the rows' dtype where theirs differs."""
 
     weight: Tensor
     bias: Tensor | None = None
 
-    kind: ClassVar[Kind] = _DenseKind()
+    @property
+    def kind(self) -> Kind:
+        return _DENSE
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -80,3 +80,6 @@ class Dense:
         grad_weight = (grad.T @ x).to(self.weight.dtype) if needs_weight else None
         grad_bias = grad.sum(0).to(self.bias.dtype) if needs_bias and self.bias is not None else None
         return [grad_weight, grad_bias]
+
+
+_DENSE = _DenseKind()

@@ -88,13 +88,12 @@ def block(
     With `fused`, attention goes through `scaled_dot_product_attention` where it draws no mask: what one writes by hand today.
     """
     drop = block_dropout(spec, state)
-    batch, length, _ = x.shape
 
     def normed(y: Tensor, parameters) -> Tensor:
         return norm(y, *parameters, kind=spec.norm, eps=spec.norm_eps, offset=spec.norm_offset)
 
     def heads(projection, rows: Tensor) -> Tensor:
-        return projection(rows).view(batch, length, -1, spec.head_dim).transpose(1, 2)
+        return projection(rows).unflatten(-1, (-1, spec.head_dim)).transpose(1, 2)
 
     def residual(branch: Tensor, stream: Tensor, dropout: Dropout | None) -> Tensor:
         return stream + (branch if dropout is None else rng.dropout(branch, dropout))
@@ -107,7 +106,7 @@ def block(
         out = F.scaled_dot_product_attention(q, k, v, is_causal=spec.causal, enable_gqa=spec.heads != spec.kv_heads)
     else:
         out = attention(q, k, v, causal=spec.causal, dropout=drop.attention)
-    mid = residual(weights.out(out.transpose(1, 2).reshape(batch, length, -1)), x, drop.attention_residual)
+    mid = residual(weights.out(out.transpose(1, 2).flatten(2)), x, drop.attention_residual)
 
     rows = normed(mid, weights.mlp_norm)
     gate = None if weights.gate is None else weights.gate(rows)

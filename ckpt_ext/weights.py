@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,8 +18,7 @@ class NormWeights(NamedTuple):
     bias: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BlockWeights:
+class BlockWeights(NamedTuple):
     """What a block computes with. `gate` is None in a plain MLP."""
 
     attention_norm: NormWeights
@@ -36,12 +35,11 @@ class BlockWeights:
         """The static layout, and every tensor in its order."""
         kinds: list[tuple[str, Kind]] = []
         tensors: list[Tensor | None] = []
-        for field in fields(self):
-            part = getattr(self, field.name)
+        for name, part in zip(self._fields, self, strict=True):
             if isinstance(part, NormWeights):
                 tensors += part
             elif part is not None:
-                kinds.append((field.name, part.kind))
+                kinds.append((name, part.kind))
                 tensors += part.tensors
         return Layout(tuple(kinds)), tensors
 
@@ -56,12 +54,12 @@ class Layout:
         """Each part's name, kind (None: a norm) and place in the flat list."""
         kinds = dict(self.kinds)
         start = 0
-        for field in fields(BlockWeights):
-            is_norm = field.name.endswith("_norm")
-            if is_norm or field.name in kinds:
-                kind = None if is_norm else kinds[field.name]
+        for name in BlockWeights._fields:
+            is_norm = name.endswith("_norm")
+            if is_norm or name in kinds:
+                kind = None if is_norm else kinds[name]
                 stop = start + (2 if kind is None else kind.arity)
-                yield field.name, kind, slice(start, stop)
+                yield name, kind, slice(start, stop)
                 start = stop
 
     def split(self, flat: Sequence) -> dict[str, Sequence]:

@@ -51,7 +51,8 @@ void check_mask(const at::Tensor& x, const at::Tensor& state, double p, int64_t 
   TORCH_CHECK_VALUE(1 <= site && site <= 255, "site must be in 1..255, got ", site);
   TORCH_CHECK_VALUE(
       state.scalar_type() == at::kLong && state.sizes() == at::IntArrayRef{2} && state.device() == x.device(),
-      "state must be int64 of shape [2] on ", x.device(), ", got ", state.scalar_type(), " of shape ", state.sizes(), " on ", state.device());
+      "state must be int64 of shape [2] on ", x.device(),
+      ", got ", state.scalar_type(), " of shape ", state.sizes(), " on ", state.device());
 }
 
 void check_window(const Window& window, int64_t width) {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .dropout import dropout_constants, dropout_state
 from .launch import accumulate_dtype, launch
-from .primitives import apply_dropout, keep_mask, ptr_offset
+from .primitives import apply_dropout, keep_mask, ptr_offset, store
 from .rows import tile_grid, tile_of_program
 from .tiles import elementwise_tile
 
@@ -83,7 +83,7 @@ def _activation_fwd(
     if HAS_DROPOUT:
         keep = keep_mask(state_ptr, rows, mask_first_col + first_col, mask_cols, SITE, THRESHOLD, BLOCK_N)
         hidden = apply_dropout(hidden, keep, DROPOUT_SCALE)
-    tl.store(hidden_ptr + ptr_offset(element, hidden_strides), hidden, mask=mask)
+    store(hidden_ptr + ptr_offset(element, hidden_strides), hidden, mask=mask)
 
 
 @triton.jit
@@ -104,15 +104,15 @@ def _activation_bwd(
     if GATED:
         gate = tl.load(gate_ptr + ptr_offset(element, gate_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
         value, slope = _value_and_slope(gate, POINTWISE)
-        tl.store(dgate_ptr + outputs, grad * up * slope, mask=mask)
-        tl.store(dup_ptr + outputs, grad * value, mask=mask)
+        store(dgate_ptr + outputs, grad * up * slope, mask=mask)
+        store(dup_ptr + outputs, grad * value, mask=mask)
         hidden = value * up
     else:
         hidden, slope = _value_and_slope(up, POINTWISE)
-        tl.store(dup_ptr + outputs, grad * slope, mask=mask)
+        store(dup_ptr + outputs, grad * slope, mask=mask)
     if HAS_DROPOUT:
         hidden = apply_dropout(hidden, keep, DROPOUT_SCALE)
-    tl.store(hidden_ptr + outputs, hidden, mask=mask)
+    store(hidden_ptr + outputs, hidden, mask=mask)
 
 
 def _launch_arguments(up: Tensor, gate: Tensor | None, pointwise: str, dropout, first_col: int, cols: int | None):

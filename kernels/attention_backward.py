@@ -23,7 +23,7 @@ from torch import Tensor
 from .attention_forward import LOG2_E, key_ranges, locate, visible
 from .dropout import dropout_constants, dropout_state
 from .launch import accumulate_dtype, launch, operand_dtype
-from .primitives import apply_dropout, dot, head_pointers, keep_mask, load_rows, ptr_offset
+from .primitives import apply_dropout, dot, head_start, keep_mask, load_rows, store_rows
 from .tiles import Tile, attention_backward_tile
 
 
@@ -56,14 +56,14 @@ def _attention_delta(
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     rows = tl.cast(batch * heads + head, tl.int64) * query_count + queries
-    grad = load_rows(head_pointers(grad_ptr, batch, head, queries, dims, grad_strides), queries, query_count, dims, HEAD_DIM)
-    out = load_rows(head_pointers(out_ptr, batch, head, queries, dims, out_strides), queries, query_count, dims, HEAD_DIM)
+    grad = load_rows(head_start(grad_ptr, batch, head, grad_strides), grad_strides, queries, query_count, dims, HEAD_DIM)
+    out = load_rows(head_start(out_ptr, batch, head, out_strides), out_strides, queries, query_count, dims, HEAD_DIM)
     tl.store(delta_ptr + rows, tl.sum(grad.to(ACC) * out.to(ACC), 1), mask=queries < query_count)
 
 
 @triton.jit
 def _walk_queries(
-    grad_key, grad_value, key, value, q_pointers, grad_pointers, q_stride, grad_stride, lse_ptr, delta_ptr, state_ptr,
+    grad_key, grad_value, key, value, q_head_ptr, grad_head_ptr, q_strides, grad_strides, lse_ptr, delta_ptr, state_ptr,
     keys, first_row, first_key, dims, first_query, end_query, query_count, key_count,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE_LOG2: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
@@ -77,8 +77,8 @@ def _walk_queries(
     for start in range(first_query, end_query, BLOCK_M):
         queries = start + tl.arange(0, BLOCK_M)
         inside = queries < query_count
-        query = load_rows(q_pointers + ptr_offset((start,), (q_stride,)), queries, query_count, dims, HEAD_DIM)  # [BLOCK_M, BLOCK_D]
-        grad = load_rows(grad_pointers + ptr_offset((start,), (grad_stride,)), queries, query_count, dims, HEAD_DIM)
+        query = load_rows(q_head_ptr, q_strides, queries, query_count, dims, HEAD_DIM)  # [BLOCK_M, BLOCK_D]
+        grad = load_rows(grad_head_ptr, grad_strides, queries, query_count, dims, HEAD_DIM)
         lse_log2 = _load_lse_log2(lse_ptr, first_row + queries, inside)
         delta = tl.load(delta_ptr + first_row + queries, mask=inside, other=0.0)
 
@@ -111,10 +111,9 @@ def _attention_backward_keys(
     batch, kv_head, tile = locate(kv_heads, tl.cdiv(key_count, BLOCK_N))
     first_key = tile * BLOCK_N
     keys = first_key + tl.arange(0, BLOCK_N)
-    queries = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    key = load_rows(head_pointers(k_ptr, batch, kv_head, keys, dims, k_strides), keys, key_count, dims, HEAD_DIM)
-    value = load_rows(head_pointers(v_ptr, batch, kv_head, keys, dims, v_strides), keys, key_count, dims, HEAD_DIM)
+    key = load_rows(head_start(k_ptr, batch, kv_head, k_strides), k_strides, keys, key_count, dims, HEAD_DIM)
+    value = load_rows(head_start(v_ptr, batch, kv_head, v_strides), v_strides, keys, key_count, dims, HEAD_DIM)
     grad_key = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     grad_value = tl.zeros((BLOCK_N, BLOCK_D), ACC)
 
@@ -122,29 +121,26 @@ def _attention_backward_keys(
     group = heads // kv_heads
     for head in range(kv_head * group, kv_head * group + group):
         first_row = tl.cast(batch * heads + head, tl.int64) * query_count
-        q_pointers = head_pointers(q_ptr, batch, head, queries, dims, q_strides)
-        grad_pointers = head_pointers(grad_ptr, batch, head, queries, dims, grad_strides)
+        q_head_ptr = head_start(q_ptr, batch, head, q_strides)
+        grad_head_ptr = head_start(grad_ptr, batch, head, grad_strides)
         grad_key, grad_value = _walk_queries(
-            grad_key, grad_value, key, value, q_pointers, grad_pointers, q_strides[2], grad_strides[2], lse_ptr, delta_ptr, state_ptr,
+            grad_key, grad_value, key, value, q_head_ptr, grad_head_ptr, q_strides, grad_strides, lse_ptr, delta_ptr, state_ptr,
             keys, first_row, first_key, dims, first_query, full, query_count, key_count,
             True, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         grad_key, grad_value = _walk_queries(
-            grad_key, grad_value, key, value, q_pointers, grad_pointers, q_strides[2], grad_strides[2], lse_ptr, delta_ptr, state_ptr,
+            grad_key, grad_value, key, value, q_head_ptr, grad_head_ptr, q_strides, grad_strides, lse_ptr, delta_ptr, state_ptr,
             keys, first_row, first_key, dims, full, query_count, query_count, key_count,
             False, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
-    inside = (keys < key_count)[:, None] & (dims < HEAD_DIM)[None, :]
-    dk_pointers = head_pointers(dk_ptr, batch, kv_head, keys, dims, dk_strides)
-    dv_pointers = head_pointers(dv_ptr, batch, kv_head, keys, dims, dv_strides)
-    tl.store(dk_pointers, (grad_key * SCALE).to(dk_ptr.dtype.element_ty), mask=inside)
-    tl.store(dv_pointers, grad_value.to(dv_ptr.dtype.element_ty), mask=inside)
+    store_rows(head_start(dk_ptr, batch, kv_head, dk_strides), dk_strides, keys, key_count, dims, grad_key * SCALE, HEAD_DIM)
+    store_rows(head_start(dv_ptr, batch, kv_head, dv_strides), dv_strides, keys, key_count, dims, grad_value, HEAD_DIM)
 
 
 @triton.jit
 def _walk_keys(
-    grad_query, query, grad, lse_log2, delta, k_pointers, v_pointers, k_stride, v_stride, state_ptr,
+    grad_query, query, grad, lse_log2, delta, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
     queries, dropout_rows, dims, first_key, end_key, key_count,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE_LOG2: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
@@ -153,8 +149,8 @@ def _walk_keys(
     """dq of a tile of queries after keys `first_key..end_key`; MASKED where some may be hidden."""
     for start in range(first_key, end_key, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
-        key = load_rows(k_pointers + ptr_offset((start,), (k_stride,)), keys, key_count, dims, HEAD_DIM)  # [BLOCK_N, BLOCK_D]
-        value = load_rows(v_pointers + ptr_offset((start,), (v_stride,)), keys, key_count, dims, HEAD_DIM)
+        key = load_rows(k_head_ptr, k_strides, keys, key_count, dims, HEAD_DIM)  # [BLOCK_N, BLOCK_D]
+        value = load_rows(v_head_ptr, v_strides, keys, key_count, dims, HEAD_DIM)
         zeros = tl.zeros((BLOCK_M, BLOCK_N), grad_query.dtype)
         scores = dot(query, tl.trans(key), zeros, OPERAND) * SCALE_LOG2
         if MASKED:
@@ -183,33 +179,30 @@ def _attention_backward_queries(
     first_query = (tiles - 1 - tile) * BLOCK_M  # the last queries see most keys, so they start first
     kv_head = head // (heads // kv_heads)
     queries = first_query + tl.arange(0, BLOCK_M)
-    keys = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     rows = tl.cast(batch * heads + head, tl.int64) * query_count + queries
 
-    query = load_rows(head_pointers(q_ptr, batch, head, queries, dims, q_strides), queries, query_count, dims, HEAD_DIM)
-    grad = load_rows(head_pointers(grad_ptr, batch, head, queries, dims, grad_strides), queries, query_count, dims, HEAD_DIM)
+    query = load_rows(head_start(q_ptr, batch, head, q_strides), q_strides, queries, query_count, dims, HEAD_DIM)
+    grad = load_rows(head_start(grad_ptr, batch, head, grad_strides), grad_strides, queries, query_count, dims, HEAD_DIM)
     lse_log2 = _load_lse_log2(lse_ptr, rows, queries < query_count)
     delta = tl.load(delta_ptr + rows, mask=queries < query_count, other=0.0)
-    k_pointers = head_pointers(k_ptr, batch, kv_head, keys, dims, k_strides)
-    v_pointers = head_pointers(v_ptr, batch, kv_head, keys, dims, v_strides)
+    k_head_ptr = head_start(k_ptr, batch, kv_head, k_strides)
+    v_head_ptr = head_start(v_ptr, batch, kv_head, v_strides)
     grad_query = tl.zeros((BLOCK_M, BLOCK_D), ACC)
 
     full, end = key_ranges(first_query, key_count, CAUSAL, BLOCK_M, BLOCK_N)
     grad_query = _walk_keys(
-        grad_query, query, grad, lse_log2, delta, k_pointers, v_pointers, k_strides[2], v_strides[2], state_ptr,
+        grad_query, query, grad, lse_log2, delta, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
         queries, rows, dims, 0, full, key_count,
         False, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     grad_query = _walk_keys(
-        grad_query, query, grad, lse_log2, delta, k_pointers, v_pointers, k_strides[2], v_strides[2], state_ptr,
+        grad_query, query, grad, lse_log2, delta, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
         queries, rows, dims, full, end, key_count,
         True, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
-    dq_pointers = head_pointers(dq_ptr, batch, head, queries, dims, dq_strides)
-    inside = (queries < query_count)[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(dq_pointers, (grad_query * SCALE).to(dq_ptr.dtype.element_ty), mask=inside)
+    store_rows(head_start(dq_ptr, batch, head, dq_strides), dq_strides, queries, query_count, dims, grad_query * SCALE, HEAD_DIM)
 
 
 def attention_backward(
@@ -219,7 +212,7 @@ def attention_backward(
     """`(dq, dk, dv)` for `grad [B, H, Tq, D]`, each lying in memory as `[B, T, H, D]`; the other arguments as in `attention_forward`."""
     batch, heads, query_count, head_dim = q.shape
     kv_heads, key_count = k.shape[1:3]
-    tile = tile or attention_backward_tile(head_dim, q.dtype, q.device)
+    tile = tile or attention_backward_tile(head_dim, q.dtype, dropout=dropout is not None)
     dq, dk, dv = (torch.empty(x.transpose(1, 2).shape, dtype=x.dtype, device=x.device).transpose(1, 2) for x in (q, k, v))
     delta = torch.empty_like(lse)
     query_grid = (batch * heads * triton.cdiv(query_count, tile.block_m),)

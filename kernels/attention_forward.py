@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .dropout import dropout_constants, dropout_state
 from .launch import accumulate_dtype, launch, operand_dtype
-from .primitives import dot, head_pointers, keep_mask, load_rows, ptr_offset
+from .primitives import dot, head_start, keep_mask, load_rows, store_rows
 from .tiles import Tile, attention_forward_tile
 
 # Softmax runs in powers of two, which is what the hardware has; the change of base is folded into the scale of the scores.
@@ -68,7 +68,7 @@ def online_softmax_step(scores, running_max, running_sum):
 
 @triton.jit
 def _attend(
-    accumulator, running_max, running_sum, query, k_pointers, v_pointers, k_stride, v_stride, state_ptr,
+    accumulator, running_max, running_sum, query, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
     queries, dropout_rows, dims, first_key, end_key, key_count,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE_LOG2: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr,
@@ -77,7 +77,7 @@ def _attend(
     """The softmax state and weighted values after keys `first_key..end_key`; MASKED where some may be hidden."""
     for start in range(first_key, end_key, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
-        key = load_rows(k_pointers + ptr_offset((start,), (k_stride,)), keys, key_count, dims, HEAD_DIM)  # [BLOCK_N, BLOCK_D]
+        key = load_rows(k_head_ptr, k_strides, keys, key_count, dims, HEAD_DIM)  # [BLOCK_N, BLOCK_D]
         scores = dot(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), accumulator.dtype), OPERAND) * SCALE_LOG2
         if MASKED:
             scores = tl.where(visible(queries[:, None], keys[None, :], key_count, CAUSAL), scores, float("-inf"))
@@ -85,7 +85,7 @@ def _attend(
         if HAS_DROPOUT:
             keep = keep_mask(state_ptr, dropout_rows, start, key_count, SITE, THRESHOLD, BLOCK_N)
             weights = tl.where(keep, weights, 0.0)
-        value = load_rows(v_pointers + ptr_offset((start,), (v_stride,)), keys, key_count, dims, HEAD_DIM)  # [BLOCK_N, BLOCK_D]
+        value = load_rows(v_head_ptr, v_strides, keys, key_count, dims, HEAD_DIM)  # [BLOCK_N, BLOCK_D]
         accumulator = dot(weights, value, accumulator * rescale[:, None], OPERAND)
     return accumulator, running_max, running_sum
 
@@ -105,25 +105,24 @@ def _attention_forward(
     first_query = (tiles - 1 - tile) * BLOCK_M  # the last queries see most keys, so they start first
     kv_head = head // (heads // kv_heads)
     queries = first_query + tl.arange(0, BLOCK_M)
-    keys = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     rows = tl.cast(batch * heads + head, tl.int64) * query_count + queries  # of lse, and of the dropout mask
 
-    query = load_rows(head_pointers(q_ptr, batch, head, queries, dims, q_strides), queries, query_count, dims, HEAD_DIM)
-    k_pointers = head_pointers(k_ptr, batch, kv_head, keys, dims, k_strides)
-    v_pointers = head_pointers(v_ptr, batch, kv_head, keys, dims, v_strides)
+    query = load_rows(head_start(q_ptr, batch, head, q_strides), q_strides, queries, query_count, dims, HEAD_DIM)
+    k_head_ptr = head_start(k_ptr, batch, kv_head, k_strides)
+    v_head_ptr = head_start(v_ptr, batch, kv_head, v_strides)
     accumulator = tl.zeros((BLOCK_M, BLOCK_D), ACC)
     running_max = tl.full((BLOCK_M,), float("-inf"), ACC)
     running_sum = tl.zeros((BLOCK_M,), ACC)
 
     full, end = key_ranges(first_query, key_count, CAUSAL, BLOCK_M, BLOCK_N)
     accumulator, running_max, running_sum = _attend(
-        accumulator, running_max, running_sum, query, k_pointers, v_pointers, k_strides[2], v_strides[2], state_ptr,
+        accumulator, running_max, running_sum, query, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
         queries, rows, dims, 0, full, key_count,
         False, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, OPERAND, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     accumulator, running_max, running_sum = _attend(
-        accumulator, running_max, running_sum, query, k_pointers, v_pointers, k_strides[2], v_strides[2], state_ptr,
+        accumulator, running_max, running_sum, query, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
         queries, rows, dims, full, end, key_count,
         True, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, OPERAND, BLOCK_M, BLOCK_N,
     )  # fmt: skip
@@ -131,8 +130,7 @@ def _attention_forward(
     # A row that saw no key has sum 0 and maximum -inf: its output is 0 and its lse -inf.
     total = tl.where(running_sum == 0, 1.0, running_sum)
     out = accumulator * (DROPOUT_SCALE / total)[:, None]
-    out_pointers = head_pointers(out_ptr, batch, head, queries, dims, out_strides)
-    tl.store(out_pointers, out.to(out_ptr.dtype.element_ty), mask=(queries < query_count)[:, None] & (dims < HEAD_DIM)[None, :])
+    store_rows(head_start(out_ptr, batch, head, out_strides), out_strides, queries, query_count, dims, out, HEAD_DIM)
     tl.store(lse_ptr + rows, (running_max + tl.log2(total)) * LN_2, mask=queries < query_count)
 
 
@@ -145,7 +143,7 @@ def attention_forward(
     """
     batch, heads, query_count, head_dim = q.shape
     kv_heads, key_count = k.shape[1:3]
-    tile = tile or attention_forward_tile(head_dim, q.dtype, q.device)
+    tile = tile or attention_forward_tile(head_dim, q.dtype, dropout=dropout is not None)
     out = torch.empty((batch, query_count, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.empty((batch, heads, query_count), dtype=lse_dtype, device=q.device)

@@ -67,6 +67,8 @@ def launch(kernel, grid: Sequence[int], *args, **constexprs) -> None:
     """Run `kernel[grid](*args, **constexprs)` on the device of its first tensor argument; an empty grid launches nothing."""
     if 0 in grid:
         return
+    # Said outright, since Triton 3.10 changes the default, and bits with it.
+    constexprs.setdefault("enable_fp_fusion", True)
     constexprs = {"enable_fp_fusion": True, **constexprs}  # said aloud, since Triton is about to change the default, and bits with it
     if (launches := _recorded.get()) is not None:
         launches.append(Launch(kernel, tuple(grid), args, constexprs))

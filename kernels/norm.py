@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import accumulate_dtype, launch
-from .primitives import ptr_offset
+from .primitives import ptr_offset, store
 from .rows import as_rows
 from .tiles import column_sum_tile, norm_backward_programs, norm_backward_tile, norm_tile
 
@@ -51,9 +51,9 @@ def _load_stats(stats_ptr, rows, in_rows, LAYER: tl.constexpr):
 @triton.jit
 def _store_stats(stats_ptr, rows, in_rows, mean, rstd, LAYER: tl.constexpr):
     last = tl.cast(rows, tl.int64) * 2 + 1 if LAYER else tl.cast(rows, tl.int64)
-    tl.store(stats_ptr + last, rstd, mask=in_rows)
+    store(stats_ptr + last, rstd, mask=in_rows)
     if LAYER:
-        tl.store(stats_ptr + last - 1, mean, mask=in_rows)
+        store(stats_ptr + last - 1, mean, mask=in_rows)
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _norm_fwd(
     y = centred * rstd[:, None] * scale[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + ptr_offset((cols,), bias_strides), mask=in_cols, other=0.0).to(ACC)[None, :]
-    tl.store(y_ptr + ptr_offset((rows[:, None], cols[None, :]), y_strides), y, mask=mask)
+    store(y_ptr + ptr_offset((rows[:, None], cols[None, :]), y_strides), y, mask=mask)
 
 
 @triton.jit
@@ -138,8 +138,8 @@ def _norm_bwd_means(
         )  # fmt: skip
         scaled_sum += tl.sum(scaled, 1)
         product_sum += tl.sum(scaled * x_hat, 1)
-    tl.store(means_ptr + tl.cast(rows, tl.int64) * 2, scaled_sum / num_cols, mask=in_rows)
-    tl.store(means_ptr + tl.cast(rows, tl.int64) * 2 + 1, product_sum / num_cols, mask=in_rows)
+    store(means_ptr + tl.cast(rows, tl.int64) * 2, scaled_sum / num_cols, mask=in_rows)
+    store(means_ptr + tl.cast(rows, tl.int64) * 2 + 1, product_sum / num_cols, mask=in_rows)
 
 
 @triton.jit
@@ -172,15 +172,15 @@ def _norm_bwd(
         centred = scaled - scaled_mean[:, None] if LAYER else scaled
         dx = rstd[:, None] * (centred - x_hat * product_mean[:, None])
         mask = in_rows[:, None] & in_cols[None, :]
-        tl.store(dx_ptr + ptr_offset((rows[:, None], cols[None, :]), dx_strides), dx, mask=mask)
+        store(dx_ptr + ptr_offset((rows[:, None], cols[None, :]), dx_strides), dx, mask=mask)
         if PARAMS:
             dweight += grad * x_hat
             dbias += grad
     if PARAMS:
         partial = ptr_offset((program, cols), partial_strides)
-        tl.store(dweight_ptr + partial, tl.sum(dweight, 0), mask=in_cols)
+        store(dweight_ptr + partial, tl.sum(dweight, 0), mask=in_cols)
         if HAS_BIAS:
-            tl.store(dbias_ptr + partial, tl.sum(dbias, 0), mask=in_cols)
+            store(dbias_ptr + partial, tl.sum(dbias, 0), mask=in_cols)
 
 
 @triton.jit
@@ -193,7 +193,7 @@ def _column_sum(
     for first_row in range(0, num_rows, BLOCK_M):
         rows = first_row + tl.arange(0, BLOCK_M)
         total += _load(partial_ptr, rows, cols, (rows < num_rows)[:, None] & in_cols[None, :], partial_strides, ACC)
-    tl.store(total_ptr + cols, tl.sum(total, 0), mask=in_cols)
+    store(total_ptr + cols, tl.sum(total, 0), mask=in_cols)
 
 
 def _sum_partials(partials: Tensor, like: Tensor) -> Tensor:

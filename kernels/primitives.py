@@ -3,6 +3,11 @@
 import triton
 import triton.language as tl
 
+from .launch import INTERPRETED
+
+# Triton's interpreter cuts float32 off to bfloat16 where a GPU rounds.
+_TRUNCATES_BF16 = tl.constexpr(INTERPRETED)
+
 
 @triton.jit
 def ptr_offset(indices, strides):
@@ -14,15 +19,35 @@ def ptr_offset(indices, strides):
 
 
 @triton.jit
-def head_pointers(ptr, batch, head, rows, dims, strides):
-    """Pointers `[len(rows), len(dims)]` into one head of a `[B, H, T, D]` tensor."""
-    return ptr + ptr_offset((batch, head, rows[:, None], dims[None, :]), strides)
+def store(pointers, values, mask):
+    """Write `values` in the dtype that is pointed to, rounded to nearest even."""
+    dtype: tl.constexpr = pointers.dtype.element_ty
+    if _TRUNCATES_BF16 and dtype == tl.bfloat16:
+        wide = values.to(tl.float32)
+        bits = wide.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        values = tl.where(wide == wide, rounded, wide)  # adding to a NaN's bits could make it a number
+    tl.store(pointers, values.to(dtype), mask=mask)
 
 
 @triton.jit
-def load_rows(pointers, rows, row_count, dims, HEAD_DIM: tl.constexpr):
-    """The tile at `pointers`, zero where a row is not below `row_count` or a dimension not below HEAD_DIM."""
+def head_start(ptr, batch, head, strides):
+    """Where one head of a `[B, H, T, D]` tensor begins."""
+    return ptr + ptr_offset((batch, head), (strides[0], strides[1]))
+
+
+@triton.jit
+def load_rows(head_ptr, strides, rows, row_count, dims, HEAD_DIM: tl.constexpr):
+    """`[len(rows), len(dims)]` of a head of a `[B, H, T, D]` tensor; zero for rows from `row_count` and dimensions from HEAD_DIM on."""
+    pointers = head_ptr + ptr_offset((rows[:, None], dims[None, :]), (strides[2], strides[3]))
     return tl.load(pointers, mask=(rows < row_count)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(head_ptr, strides, rows, row_count, dims, values, HEAD_DIM: tl.constexpr):
+    """Write what `load_rows` would read, in the tensor's dtype."""
+    pointers = head_ptr + ptr_offset((rows[:, None], dims[None, :]), (strides[2], strides[3]))
+    store(pointers, values, mask=(rows < row_count)[:, None] & (dims < HEAD_DIM)[None, :])
 
 
 @triton.jit

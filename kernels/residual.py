@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .dropout import dropout_constants, dropout_state
 from .launch import accumulate_dtype, launch
-from .primitives import apply_dropout, keep_mask, ptr_offset
+from .primitives import apply_dropout, keep_mask, ptr_offset, store
 from .rows import as_rows, tile_grid, tile_of_program
 from .tiles import elementwise_tile
 
@@ -29,7 +29,7 @@ def _dropout_add(
         y = apply_dropout(y, keep_mask(state_ptr, rows, first_col, num_cols, SITE, THRESHOLD, BLOCK_N), DROPOUT_SCALE)
     if HAS_RESIDUAL:
         y += tl.load(residual_ptr + ptr_offset(element, residual_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
-    tl.store(y_ptr + ptr_offset(element, y_strides), y, mask=mask)
+    store(y_ptr + ptr_offset(element, y_strides), y, mask=mask)
 
 
 def _launch_dropout_add(x: Tensor, residual: Tensor | None, dropout) -> Tensor:

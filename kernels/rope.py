@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import accumulate_dtype, launch
-from .primitives import ptr_offset
+from .primitives import ptr_offset, store
 from .tiles import rope_tile
 
 
@@ -37,14 +37,14 @@ def _rotate(
         sin = -sin
     first = tl.load(x_ptr + ptr_offset((batch, head, position, cols), x_strides), mask=mask, other=0.0).to(ACC)
     second = tl.load(x_ptr + ptr_offset((batch, head, position, half + cols), x_strides), mask=mask, other=0.0).to(ACC)
-    tl.store(out_ptr + ptr_offset((batch, head, position, cols), out_strides), first * cos - second * sin, mask=mask)
-    tl.store(out_ptr + ptr_offset((batch, head, position, half + cols), out_strides), second * cos + first * sin, mask=mask)
+    store(out_ptr + ptr_offset((batch, head, position, cols), out_strides), first * cos - second * sin, mask=mask)
+    store(out_ptr + ptr_offset((batch, head, position, half + cols), out_strides), second * cos + first * sin, mask=mask)
 
     for first_col in range(2 * half, head_dim, BLOCK_N):
         cols = first_col + tl.arange(0, BLOCK_N)[None, :]
         mask = in_rows & (cols < head_dim)
         rest = tl.load(x_ptr + ptr_offset((batch, head, position, cols), x_strides), mask=mask, other=0.0).to(ACC)
-        tl.store(out_ptr + ptr_offset((batch, head, position, cols), out_strides), rest, mask=mask)
+        store(out_ptr + ptr_offset((batch, head, position, cols), out_strides), rest, mask=mask)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:

@@ -3,7 +3,7 @@
 A replay must repeat the arithmetic of the forward pass bit for bit, so no measurement may pick another tile between the two.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -28,47 +28,53 @@ INTERPRETER_TILE = Tile(16, 16, 16)
 
 
 # --- attention ---
-# block_m counts queries and block_n keys.
+# block_m counts the rows that a program keeps, block_n those that it walks over: queries and keys, and for dk and dv keys and queries.
+# The keys are (bytes of an element, widest head). Sizes are the largest at which neither sm_80 nor sm_90 spills (`bench/aot.py`) and
+# shared memory fits 99 KiB up to 128 dimensions. Backward keeps two sums a program where forward keeps one, hence its smaller tiles;
+# float32 and float64 have no fast matrix product to feed, and their operands fill registers.
 
 _ATTENTION_FORWARD = {
-    (2, 64): Tile(128, 64, num_warps=4, num_stages=3),
+    (2, 64): Tile(128, 64, num_warps=8, num_stages=2),
     (2, 128): Tile(128, 64, num_warps=8, num_stages=2),
-    (2, 256): Tile(64, 32, num_warps=4, num_stages=2),
-    (4, 64): Tile(64, 32, num_warps=4, num_stages=2),
-    (4, 128): Tile(32, 32, num_warps=4, num_stages=2),
-    (4, 256): Tile(32, 16, num_warps=4, num_stages=2),
+    (2, 256): Tile(64, 32, num_warps=8, num_stages=2),
+    (4, 64): Tile(32, 32, num_warps=4, num_stages=2),
+    (4, 128): Tile(32, 16, num_warps=8, num_stages=2),
+    (4, 256): Tile(16, 16, num_warps=8, num_stages=2),
     (8, 64): Tile(32, 16, num_warps=4, num_stages=2),
     (8, 128): Tile(16, 16, num_warps=4, num_stages=1),
-    (8, 256): Tile(16, 16, num_warps=4, num_stages=1),
+    (8, 256): Tile(16, 16, num_warps=8, num_stages=1),
 }
 _ATTENTION_BACKWARD = {
-    (2, 64): Tile(64, 64, num_warps=4, num_stages=2),
-    (2, 128): Tile(64, 64, num_warps=8, num_stages=2),
-    (2, 256): Tile(32, 32, num_warps=4, num_stages=2),
-    (4, 64): Tile(32, 32, num_warps=4, num_stages=2),
-    (4, 128): Tile(32, 32, num_warps=4, num_stages=1),
-    (4, 256): Tile(16, 16, num_warps=4, num_stages=1),
+    (2, 64): Tile(128, 32, num_warps=8, num_stages=2),
+    (2, 128): Tile(64, 32, num_warps=8, num_stages=2),
+    (2, 256): Tile(32, 32, num_warps=8, num_stages=1),
+    (4, 64): Tile(16, 16, num_warps=4, num_stages=2),
+    (4, 128): Tile(16, 16, num_warps=4, num_stages=2),
+    (4, 256): Tile(16, 16, num_warps=8, num_stages=1),
     (8, 64): Tile(16, 16, num_warps=4, num_stages=1),
     (8, 128): Tile(16, 16, num_warps=4, num_stages=1),
-    (8, 256): Tile(16, 16, num_warps=4, num_stages=1),
+    (8, 256): Tile(16, 16, num_warps=8, num_stages=1),
 }
 
 
-def _by_head_dim(table: dict[tuple[int, int], Tile], head_dim: int, dtype: torch.dtype) -> Tile:
+def _attention_tile(table: dict[tuple[int, int], Tile], head_dim: int, dtype: torch.dtype, dropout: bool) -> Tile:
     if INTERPRETED:
         return INTERPRETER_TILE
     width = next(width for width in (64, 128, 256) if head_dim <= width)
-    return table[dtype.itemsize, width]
+    tile = table[dtype.itemsize, width]
+    # The random words of a tile take as many registers as its scores; so does masking where a head is no power of two wide.
+    crowded = dropout or head_dim != triton.next_power_of_2(head_dim)
+    return replace(tile, block_n=max(16, tile.block_n // 2)) if crowded else tile
 
 
-def attention_forward_tile(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
+def attention_forward_tile(head_dim: int, dtype: torch.dtype, *, dropout: bool) -> Tile:
     """Tile of the attention forward kernel."""
-    return _by_head_dim(_ATTENTION_FORWARD, head_dim, dtype)
+    return _attention_tile(_ATTENTION_FORWARD, head_dim, dtype, dropout)
 
 
-def attention_backward_tile(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
+def attention_backward_tile(head_dim: int, dtype: torch.dtype, *, dropout: bool) -> Tile:
     """Tile of both attention backward kernels."""
-    return _by_head_dim(_ATTENTION_BACKWARD, head_dim, dtype)
+    return _attention_tile(_ATTENTION_BACKWARD, head_dim, dtype, dropout)
 
 
 # --- norms, rotary embedding, elementwise ---

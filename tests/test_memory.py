@@ -4,10 +4,11 @@ import gc
 
 import pytest
 import torch
-from ckpt_ext import BlockSpec, EagerBlock, Policy, TransformerBlock, rope
-from ckpt_ext.memory import LiveStorages, saved_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
+
+from ckpt_ext import BlockSpec, EagerBlock, Policy, TransformerBlock, rope
+from ckpt_ext.memory import LiveStorages, saved_bytes
 
 KILOBYTE = 256
 """Elements of a float32 tensor of 1024 bytes."""

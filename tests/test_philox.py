@@ -131,7 +131,9 @@ def test_keep_rate(p):
     assert abs(kept - n * (1 - p)) < 3 * math.sqrt(n * p * (1 - p))
 
 
-@pytest.mark.parametrize(("p", "threshold"), [(0, 0), (1, 2**32), (1.5 * 2**-32, 2), (0.5 * 2**-32, 0), (2.5 * 2**-32, 2), (1 - 2**-40, 2**32)])
+@pytest.mark.parametrize(
+    ("p", "threshold"), [(0, 0), (1, 2**32), (1.5 * 2**-32, 2), (0.5 * 2**-32, 0), (2.5 * 2**-32, 2), (1 - 2**-40, 2**32)]
+)
 def test_threshold_rounds_half_to_even(p, threshold):
     assert philox.threshold(p) == threshold
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckpt_ext import philox, rng
+from ckpt_ext import extension, philox, rng
 from ckpt_ext.rng import Dropout, Site
 
 STATE = torch.tensor([42, 0])
@@ -406,3 +406,33 @@ def test_sites_leave_room_for_adapters():
 
 def test_replay_is_a_context_manager():
     assert isinstance(rng.capture().replay(), contextlib.AbstractContextManager)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class TestOnGpu:
+    def test_reserve(self):
+        torch.manual_seed(3)
+        first, second = rng.reserve("cuda"), rng.reserve("cuda")
+        torch.manual_seed(3)
+        assert torch.equal(rng.reserve("cuda"), first)
+        assert first.tolist() == [3, 0] and second.tolist() == [3, 4]
+
+    def test_capture(self):
+        private = torch.Generator("cuda").manual_seed(1)
+        state = rng.capture(generators=[private])
+        first = torch.rand(3, device="cuda"), torch.rand(3, device="cuda", generator=private)
+        with state.replay():
+            again = torch.rand(3, device="cuda"), torch.rand(3, device="cuda", generator=private)
+        assert all(map(torch.equal, first, again))
+
+    @pytest.mark.skipif(not extension.status().cuda, reason="needs the CUDA part of the extension")
+    def test_each_replay_of_a_graph_reserves_anew(self):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            state = rng.reserve("cuda")
+        seen = []
+        for _ in range(2):
+            graph.replay()
+            seen.append(tuple(state.tolist()))
+        assert len(set(seen)) == 2

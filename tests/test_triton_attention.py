@@ -139,7 +139,7 @@ def test_head_dims(head_dim, length):
     assert_true(inputs(query_count=length, key_count=length, head_dim=head_dim), causal=True, scale=head_dim**-0.5)
 
 
-@pytest.mark.parametrize("causal, drop", [(False, dropout(0.3)), (True, None), (True, dropout(0.3))], ids=["full-dropout", "causal", "causal-dropout"])
+@pytest.mark.parametrize("causal, drop", [(False, dropout(0.3)), (True, None)], ids=["full-dropout", "causal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_dtypes(dtype, causal, drop):
     assert_true(inputs(1, 2, 1, 33, 33, 40, dtype), causal=causal, scale=40**-0.5, drop=drop)
@@ -190,7 +190,7 @@ def test_gradients_are_the_derivatives_of_the_forward_kernel():
             return *attention_backward(grad, *ctx.saved_tensors, **ctx.options), None, None
 
     for causal, drop in ((False, None), (True, dropout(0.4))):
-        leaves = [x.detach().clone().requires_grad_() for x in inputs(query_count=18, key_count=18)[1:]]
+        leaves = [x.detach().clone().requires_grad_() for x in inputs(query_count=17, key_count=5)[1:]]
         assert torch.autograd.gradcheck(Attention.apply, (*leaves, causal, drop), fast_mode=True)
 
 
@@ -200,11 +200,11 @@ def test_gradients_are_the_derivatives_of_the_forward_kernel():
 def test_mask_does_not_depend_on_the_tile():
     """With values that are unit vectors, the output is the dropped weights themselves."""
     drop = dropout(0.5)
-    _, q, k, _ = inputs(2, 2, 2, 32, 32, 32)
-    v = torch.eye(32, dtype=torch.float64).expand(2, 2, 32, 32)
+    _, q, k, _ = inputs(2, 1, 1, 20, 32, 32)
+    v = torch.eye(32, dtype=torch.float64).expand(2, 1, 32, 32)
     for tile in (Tile(16, 16), Tile(32, 32), Tile(16, 32), Tile(32, 16)):
         out, _ = attention_forward(q, k, v, causal=False, scale=0.3, dropout=drop, tile=tile)
-        assert torch.equal(out != 0, kept(drop, 2, 2, 32, 32))
+        assert torch.equal(out != 0, kept(drop, 2, 1, 20, 32))
 
 
 @pytest.mark.parametrize("tile", [Tile(16, 32), Tile(32, 16), Tile(32, 32)], ids=str)
@@ -219,8 +219,9 @@ def test_dropping_everything_gives_zeros():
 
 
 def test_masks_follow_seed_and_offset():
-    grad, q, k, v = inputs(query_count=18, key_count=18)
-    outs = [attention_forward(q, k, v, causal=False, scale=0.3, dropout=drop)[0] for drop in (dropout(0.5), dropout(0.5, 7), dropout(0.5, offset=9))]
+    _, q, k, v = inputs(query_count=18, key_count=18)
+    drops = (dropout(0.5), dropout(0.5, seed=7), dropout(0.5, offset=9))
+    outs = [attention_forward(q, k, v, causal=False, scale=0.3, dropout=drop)[0] for drop in drops]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(outs, 2))
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..rng import Dropout
 
-_CHUNK_ELEMENTS = 1 << 22
-"""Attention weights alive at a time in the blocked path, unless a single row of all heads has more: 16 MiB in float32."""
+_CHUNK_ELEMENTS = 1 << 20
+"""Attention weights alive at a time in the blocked path, unless a single row of all heads has more: 4 MiB in float32."""
 
 
 def attention(
@@ -49,13 +49,12 @@ class _Chunk(NamedTuple):
 
     def queries(self, x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
         """Rows of `x [B, H, Tq, ...]` as `[B * KV, H / KV * rows, ...]`: the queries that share a key head lie together."""
-        part = x[:, :, self.rows].to(dtype)
-        return part.reshape(part.size(0) * kv_heads, -1, *part.shape[3:])
+        return x[:, :, self.rows].to(dtype).unflatten(1, (kv_heads, -1)).flatten(0, 1).flatten(1, 2)
 
     def drop(self, weights: Tensor, dropout: Dropout, shape: torch.Size, cols: int) -> Tensor:
         """Dropout of `weights [B * KV, H / KV * rows, keys]`, with the mask that the whole `[B, H, Tq, cols]` would get."""
         batch, heads, length = shape[:3]
-        rows = weights.view(batch, heads, -1, self.keys)
+        rows = weights.view(batch, heads, self.rows.stop - self.rows.start, self.keys)
         dropped = torch.ops.ckpt_ext.dropout(
             rows, dropout.state, dropout.p, int(dropout.site),
             row_start=self.rows.start, row_strides=[heads * length, length, 1], cols=cols,
@@ -78,7 +77,7 @@ def _scores(chunk: _Chunk, q_rows: Tensor, k_wide: Tensor, causal: bool, scale: 
     if causal:
         start, stop = chunk.rows.start, chunk.rows.stop
         hidden = torch.ones(stop - start, chunk.keys, dtype=torch.bool, device=scores.device).triu_(start + 1)
-        scores.view(scores.size(0), -1, stop - start, chunk.keys).masked_fill_(hidden, -torch.inf)
+        scores.unflatten(1, (-1, stop - start)).masked_fill_(hidden, -torch.inf)
     return scores
 
 
