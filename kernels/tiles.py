@@ -48,7 +48,7 @@ _ATTENTION_BACKWARD = {
     (2, 64): Tile(128, 32, num_warps=8, num_stages=2),
     (2, 128): Tile(64, 32, num_warps=8, num_stages=2),
     (2, 256): Tile(32, 32, num_warps=8, num_stages=1),
-    (4, 64): Tile(16, 16, num_warps=4, num_stages=2),
+    (4, 64): Tile(16, 32, num_warps=4, num_stages=2),
     (4, 128): Tile(16, 16, num_warps=4, num_stages=2),
     (4, 256): Tile(16, 16, num_warps=8, num_stages=1),
     (8, 64): Tile(16, 16, num_warps=4, num_stages=1),
