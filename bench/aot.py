@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import triton
@@ -29,6 +28,7 @@ from ckpt_ext.kernels.norm import norm_backward, norm_forward
 from ckpt_ext.kernels.residual import dropout as drop
 from ckpt_ext.kernels.residual import dropout_add
 from ckpt_ext.kernels.rope import rotate
+from ckpt_ext.rng import Dropout
 
 KIB = 1024
 SHARED_LIMIT = {"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_90": 227 * KIB, "sm_100": 227 * KIB, "gfx942": 64 * KIB}
@@ -105,7 +105,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-DROPOUT = SimpleNamespace(state=meta(2, dtype=torch.int64), p=0.1, site=1)
+DROPOUT = Dropout(meta(2, dtype=torch.int64), p=0.1, site=1)
 
 
 def attention_calls(head_dim: int, dtype: torch.dtype = torch.bfloat16, causal: bool = True, dropout=None) -> Callable[[], object]:

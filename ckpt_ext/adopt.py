@@ -11,8 +11,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 def dense(name: str, module: nn.Module) -> Dense:
     """The projection that `module`, an `nn.Linear` and nothing more, is.
 
-    Raises NotImplementedError where its forward may do more than multiply: a subclass (adapters, quantised and parametrised linears), a hook,
-    a weight that is no plain floating-point tensor (sharded, quantised).
+    Raises NotImplementedError where its forward may do more than multiply: a subclass (adapters, quantised and parametrised linears), a
+    hook, a weight that is no plain floating-point tensor (sharded, quantised).
     """
     _plain(name, module, nn.Linear)
     return Dense(*_parameters(name, module))
@@ -36,7 +36,9 @@ def _plain(name: str, module: nn.Module, *kinds: type) -> None:
 
 
 def _parameters(name: str, module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    weight, bias = module.weight, getattr(module, "bias", None)
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(weight, Tensor):
+        raise NotImplementedError(f"{name}.weight must be a tensor, got {weight}")
     for part, tensor in (("weight", weight), ("bias", bias)):
         if tensor is None:
             continue

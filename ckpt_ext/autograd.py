@@ -27,7 +27,6 @@ operations on the same values, so their gradients are equal bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -36,6 +35,7 @@ from torch import Tensor
 from . import attention_half, mlp_half
 from .backends import Backend, NormSpec
 from .call import BlockCall, flat
+from .gradients import GradientSums
 from .guards import differentiable_once, without_autocast
 from .projections import Dense, Projection
 from .rng import Dropout, Site
@@ -43,32 +43,32 @@ from .sites import block_dropout
 from .spec import pointwise
 from .weights import BlockWeights
 
+
 def run_block(
     call: BlockCall, weights: BlockWeights, x: Tensor, cos: Tensor | None, sin: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """The block's output, and what `call.save` keeps besides the inputs, in the order of `_kept_names`."""
+    """The block's output, and what `call.save` keeps besides the inputs: internals of the attention half, then the rest for "all"."""
     table = None if cos is None or sin is None else (cos, sin)
     dropout = block_dropout(call.spec, state)
-    mid, attention = attention_half.forward(call, weights, x, table, dropout, kept={})
-    if call.save != "all":
-        # Internals that backward rebuilds are dropped before the MLP half makes its own.
-        attention = {name: attention[name] for name in _kept_names(call) if name in attention}
-    y, mlp = mlp_half.forward(call, weights, mid, dropout)
+    mid, internals = attention_half.forward(call, weights, x, table, dropout, kept={})
+    # What backward rebuilds is dropped before the MLP half makes its own.
+    kept = list(map(internals.__getitem__, _KEPT[call.save]))
+    del internals
+    y, slices = mlp_half.forward(call, weights, mid, dropout)
     if call.save == "all":
-        return y, [*attention.values(), mid, *mlp.values()]
-    return y, [*attention.values()]
+        kept += [mid, *(tensor for internals in slices for tensor in internals.values())]
+    return y, kept
 
 
-def _kept_names(call: BlockCall) -> tuple[str, ...]:
-    """Which internals of the attention half are kept."""
-    return {"input": (), "attention": ("out", "lse"), "all": attention_half.INTERNALS}[call.save]
+_KEPT = {"input": (), "attention": ("out", "lse"), "all": attention_half.INTERNALS}
+"""Which internals of the attention half are kept."""
 
 
 class BlockFunction(torch.autograd.Function):
     """`y = apply(call, x, cos, sin, state, *tensors)`; `call.layout` tells what the parameters `tensors` are.
 
-    Every parameter is an input, so its gradient is returned, once; a change in place between forward and backward is detected; and y requires
-    grad when any of them does. Double backward raises RuntimeError.
+    Every parameter is an input, so its gradient is returned, once; a change in place between forward and backward is detected; and y
+    requires grad when any of them does. Double backward raises RuntimeError.
     """
 
     @staticmethod
@@ -88,38 +88,27 @@ class BlockFunction(torch.autograd.Function):
         tensors, kept = rest[: len(needs_tensors)], rest[len(needs_tensors) :]
         del rest
         weights, needs = call.layout.bind(tensors), call.layout.split(needs_tensors)
-        needs_mid = needs_x or _any(needs, attention_half.PARTS)
+        needs_mid = needs_x or any(any(needs[part]) for part in attention_half.PARTS)
         table = None if cos is None else (cos, sin)
         dropout = block_dropout(call.spec, state)
 
         with without_autocast(x):
+            internals = dict(zip(_KEPT[call.save], kept, strict=False))
+            slices: list[dict[str, Tensor]] = []
             if call.save == "all":
-                attention, mid, mlp = _unpack(kept)
+                mid, *kept = kept[len(internals) :]
+                slices = mlp_half.unpack(kept, gated=weights.gate is not None)
             else:
-                known = dict(zip(_kept_names(call), kept, strict=True))
-                mid, attention = attention_half.forward(call, weights, x, table, dropout, known)
-                mlp = mlp_half.rebuild(call, weights, mid)
-            grad_mid, grads = mlp_half.backward(call, weights, needs, needs_mid, grad_y, mid, mlp, dropout)
+                mid, internals = attention_half.forward(call, weights, x, table, dropout, kept=internals)
+            grad_mid, grads = mlp_half.backward(call, weights, needs, needs_mid, grad_y, mid, slices, dropout)
             del mid
             grad_x = None
             if grad_mid is not None:
                 grad_x, attention_grads = attention_half.backward(
-                    call, weights, needs, needs_x, grad_mid, x, attention, table, dropout
+                    call, weights, needs, needs_x, grad_mid, x, internals, table, dropout
                 )
                 grads |= attention_grads
         return None, grad_x, None, None, None, *call.layout.join(grads)
-
-
-def _unpack(kept: list[Tensor]) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
-    """The attention half's internals, mid, and the MLP half's, out of what `run_block` kept for save="all"."""
-    place = len(attention_half.INTERNALS)
-    mlp_kept = kept[place + 1 :]
-    names = mlp_half.INTERNALS if len(mlp_kept) == len(mlp_half.INTERNALS) else mlp_half.PLAIN_INTERNALS
-    return dict(zip(attention_half.INTERNALS, kept, strict=False)), kept[place], dict(zip(names, mlp_kept, strict=True))
-
-
-def _any(needs, parts: Iterable[str]) -> bool:
-    return any(any(needs[part]) for part in parts)
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -170,10 +159,12 @@ class MlpFunction(torch.autograd.Function):
         parts = ("gate", "up", "down")
         with without_autocast(x):
             mlp, internals = _mlp_internals(x, w_gate, w_up, w_down)
-            grad_x, grads = mlp_half.through_mlp(
+            sums = GradientSums(1)
+            grad_x = mlp_half.through_mlp(
                 ctx.backend, ctx.activation, mlp, {part: (need, False) for part, need in zip(parts, needs, strict=True)}, needs_x,
-                flat(grad_y), internals, _dropout(state, ctx.p),
-            )
+                flat(grad_y), internals, _dropout(state, ctx.p), sums, overwrite=True,
+            )  # fmt: skip
+            grads = sums.finish(mlp)
         grad_weights = (grads[part][0] if part in grads else None for part in parts)
         return None, None, None, None if grad_x is None else grad_x.view(x.shape), *grad_weights, None
 

@@ -12,9 +12,6 @@ from .backends import Backend, NormSpec
 from .spec import BlockSpec, Save
 from .weights import Layout, NormWeights
 
-Gradients = dict[str, Sequence[Tensor | None]]
-"""Gradients of a block's parts by name (`weights.BlockWeights`), each in the order of the part's tensors."""
-
 
 def flat(x: Tensor) -> Tensor:
     """`[B, T, C]` as rows `[B * T, C]`."""
@@ -31,6 +28,10 @@ class BlockCall:
     layout: Layout
     dtype: torch.dtype
     """What the branches compute in. The residual stream, x to mid to y, keeps x's dtype."""
+    slice_tokens: int
+    """Tokens in a slice of the MLP half."""
+    head_groups: int
+    """Groups of heads in the attention half's backward."""
 
     @property
     def norm(self) -> NormSpec:
@@ -45,14 +46,12 @@ class BlockCall:
     def through_norm(
         self, grad: Tensor | None, x: Tensor, weights: NormWeights, stats: Tensor, needs: Sequence[bool], *, onto: Tensor | None
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """Gradient of the stream x, given that of its norm's rows, plus `onto`, that of its residual path; and of the norm's tensors.
+        """Gradient of rows x of the stream, given that of their norm, plus `onto`, that of its residual path; and of the norm's tensors.
 
         Nothing is computed where `grad` is None; no gradient of x is returned where `onto` is None.
         """
         if grad is None:
             return None, (None, None)
-        grad_x, *grad_params = self.backend.norm_backward(
-            grad.view(x.shape), x, *weights, stats, self.norm, params=any(needs)
-        )
+        grad_x, *grad_params = self.backend.norm_backward(grad, x, *weights, stats, self.norm, params=any(needs))
         needed = [g if need else None for g, need in zip(grad_params, needs, strict=True)]
         return (None if onto is None else grad_x.add_(onto)), needed

@@ -30,7 +30,7 @@ class Config:
     hidden_dim: int = _option(0, "hidden width of the SwiGLU MLP; 0 means 8/3 of --dim, rounded up to a multiple of 64")
     length: int = _option(512, "symbols in a sequence")
     batch: int = _option(1, "sequences in a batch")
-    steps: int = _option(100, "training steps of each run")
+    steps: int = _option(80, "training steps of each run")
     lr: float = _option(1e-3, "AdamW's learning rate, after the warm-up")
     warmup: int = _option(20, "steps over which the learning rate rises from zero")
     residual_dropout: float = _option(0.1, "probability of dropping an element of either half's output")

@@ -23,8 +23,8 @@ LEGEND = (
     "largest. saved: by the blocks, between forward and backward. peak: in a step, without parameters and their finished gradients. "
     f"step time: relative to {TORCH}."
 )
-SAVED_COLOUR, WORKING_COLOUR, TIME_COLOUR = "#0072B2", "#E69F00", "#999999"
-"""Of Okabe and Ito's palette, which colour-blind readers tell apart."""
+SAVED_COLOUR, WORKING_COLOUR, TIME_COLOUR = "#0072B2", "#E69F00", "#595959"
+"""Blue and orange of Okabe and Ito's palette, which colour-blind readers tell apart, and a grey."""
 
 
 def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
@@ -131,9 +131,8 @@ def _draw_memory(axes: Axes, runs: list[Figures]) -> None:
 
 def _draw_speed(axes: Axes, runs: list[Figures]) -> None:
     bars = axes.barh([run.name for run in runs], [run.step_ratio for run in runs], color=TIME_COLOUR)
-    axes.bar_label(bars, fmt="%.2f", padding=4, fontsize=9)
+    axes.bar_label(bars, fmt="%.2f", label_type="center", color="white", fontsize=9)
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
-    axes.margins(x=0.2)
     axes.set_xlabel(f"step time, {TORCH} = 1")
 
 

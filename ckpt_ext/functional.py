@@ -12,13 +12,15 @@ from .call import BlockCall
 from .guards import without_autocast
 from .rng import Dropout, Site
 from .sites import drops
+from .slicing import head_groups, token_slices
 from .spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, BackendName, BlockSpec, Policy, is_gated
 from .validate import floating, one_of, probability, same_device
 from .weights import BlockWeights
 
 
 def block(
-    x: Tensor, weights: BlockWeights, spec: BlockSpec, *, policy: Policy | None = None, backend: BackendName = "auto", training: bool = False
+    x: Tensor, weights: BlockWeights, spec: BlockSpec, *,
+    policy: Policy | None = None, backend: BackendName = "auto", training: bool = False,
 ) -> Tensor:
     """A transformer block on `x [B, T, dim]` (float64, float32, bfloat16 or float16); y has x's shape and dtype.
 
@@ -33,7 +35,11 @@ def block(
     floating("x", x)
     layout, tensors = weights.flatten()
     same_device("x", x, {f"weight {index}": tensor for index, tensor in enumerate(tensors)})
-    call = BlockCall(spec, (policy or Policy()).save, select(backend, x.device), layout, _branch_dtype(x))
+    policy = policy or Policy()
+    call = BlockCall(
+        spec, policy.save, select(backend, x.device), layout, _branch_dtype(x),
+        token_slices(spec, x.size(0) * x.size(1), x.device, policy.slices), head_groups(spec, policy.slices),
+    )  # fmt: skip
     cos, sin = rope.table(spec, x.size(1), call.dtype, x.device)
     state = rng.reserve(x.device) if training and drops(spec) else None
     if _differentiated(x, *tensors):
@@ -43,7 +49,8 @@ def block(
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, dropout_p: float = 0.0, backend: BackendName = "auto"
+    q: Tensor, k: Tensor, v: Tensor, *,
+    causal: bool = True, scale: float | None = None, dropout_p: float = 0.0, backend: BackendName = "auto",
 ) -> Tensor:
     """`drop(softmax(q k^T * scale)) v` for `q [B, H, Tq, D]`, `k` and `v [B, KV, Tk, D]` with `H % KV == 0`; `[B, H, Tq, D]` in q's dtype.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -35,7 +37,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.policy, self.backend = spec, policy or Policy(), backend
-        where = {"dtype": dtype, "device": device}
+        where: dict[str, Any] = {"dtype": dtype, "device": device}
         query_width, key_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         make_norm = nn.RMSNorm if spec.norm == "rms" else nn.LayerNorm
         self.attention_norm = make_norm(spec.dim, eps=spec.norm_eps, **where)

@@ -39,8 +39,13 @@ class Projection(Protocol):
         """Gradient of the rows, `[N, in]`; added to `into`, in place, where that is given."""
         ...
 
-    def grad_tensors(self, grad: Tensor, x: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        """Gradient of each of `tensors`, in its dtype; None, and no work, where `needs` is false."""
+    def grad_tensors(
+        self, grad: Tensor, x: Tensor, needs: Sequence[bool], onto: Sequence[Tensor | None] | None = None
+    ) -> list[Tensor | None]:
+        """Gradient of each of `tensors`, in the rows' dtype; None, and no work, where `needs` is false.
+
+        Added in place to what an earlier slice of the rows has given, `onto`, in the dtype of that, where it is given.
+        """
         ...
 
 
@@ -73,13 +78,27 @@ class Dense(NamedTuple):
 
     def grad_input(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
         weight = self.weight.to(grad.dtype)
-        return grad @ weight if into is None else torch.addmm(into, grad, weight, out=into)
+        return _product(grad, weight, into)
 
-    def grad_tensors(self, grad: Tensor, x: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+    def grad_tensors(
+        self, grad: Tensor, x: Tensor, needs: Sequence[bool], onto: Sequence[Tensor | None] | None = None
+    ) -> list[Tensor | None]:
         needs_weight, needs_bias = needs
-        grad_weight = (grad.T @ x).to(self.weight.dtype) if needs_weight else None
-        grad_bias = grad.sum(0).to(self.bias.dtype) if needs_bias and self.bias is not None else None
+        weight_onto, bias_onto = onto or (None, None)
+        grad_weight = _product(grad.T, x, weight_onto) if needs_weight else None
+        grad_bias = None
+        if needs_bias and self.bias is not None:
+            grad_bias = grad.sum(0) if bias_onto is None else bias_onto.add_(grad.sum(0))
         return [grad_weight, grad_bias]
+
+
+def _product(a: Tensor, b: Tensor, onto: Tensor | None) -> Tensor:
+    """`a @ b`, added to `onto` in place where that is given."""
+    if onto is None:
+        return a @ b
+    if onto.dtype == a.dtype:
+        return torch.addmm(onto, a, b, out=onto)
+    return onto.add_(a @ b)
 
 
 _DENSE = _DenseKind()

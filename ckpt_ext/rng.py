@@ -7,7 +7,7 @@ backward is that state alone. `capture` is for code that draws from generators b
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -30,11 +30,21 @@ class Site(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """One dropout: the state of its masks (int64 `[2]`: seed, offset; on the device of the data), its probability, its site."""
+    """One dropout: the state of its masks (int64 `[2]`: seed, offset; on the device of the data), its probability, its site.
+
+    A slice of the data takes the same rows of the mask: its first row is `row_start`. Attention has a row for each batch entry, head and
+    query, in this order; a slice of heads is `batch_rows` rows from one entry to the next, None where it has all heads.
+    """
 
     state: Tensor
     p: float
     site: int
+    row_start: int = 0
+    batch_rows: int | None = None
+
+    def rows_from(self, row: int) -> "Dropout":
+        """The same dropout of a slice of the data that begins at `row`."""
+        return replace(self, row_start=self.row_start + row)
 
 
 def reserve(device: torch.device | str, generator: torch.Generator | None = None) -> Tensor:
@@ -54,7 +64,7 @@ def dropout(x: Tensor, dropout: Dropout) -> Tensor:
     Any number of times differentiable in x. A window of a bigger mask is had from `torch.ops.ckpt_ext.dropout`, where `cols` is the
     width of the mask, element `(*i, j)` of x lies in column `col_start + j` and row `row_start + sum(i * row_strides)`.
     """
-    return torch.ops.ckpt_ext.dropout(x, dropout.state, dropout.p, int(dropout.site))
+    return torch.ops.ckpt_ext.dropout(x, dropout.state, dropout.p, int(dropout.site), row_start=dropout.row_start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +143,12 @@ if _C is None:
 
 
 def _dropout_cuda(x: Tensor, state: Tensor, p: float, site: int, **window: Any) -> Tensor:
+    row_start = window.pop("row_start", 0)
     if window:  # the dispatcher leaves out arguments that have their defaults
-        raise NotImplementedError(f"dropout on a GPU takes whole masks only, got {', '.join(window)}")
+        raise NotImplementedError(f"dropout on a GPU takes whole rows of a mask only, got {', '.join(window)}")
     from .kernels.residual import dropout as launch
 
-    return launch(x, Dropout(state, p, site))
+    return launch(x, Dropout(state, p, site, row_start))
 
 
 _library.impl("dropout", _dropout_cuda, "CUDA")

@@ -104,6 +104,11 @@ class Policy:
     """
 
     save: Save = "input"
+    slices: int | None = None
+    """Slices of tokens that the MLP half is run in, and at most as many groups of heads in the attention half's backward: more mean less
+    memory. None chooses by shape and device (`ckpt_ext.slicing`). Bits are equal between policies of equal slices."""
 
     def __post_init__(self) -> None:
         one_of("save", self.save, get_args(Save))
+        if self.slices is not None:
+            positive_int("slices", self.slices)

@@ -55,9 +55,7 @@ class Run:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         """How long each step took: forward, backward and optimizer."""
-        # A weight whose gradient is nothing but rounding would, with the usual eps of 1e-8, still move by the whole learning rate, in
-        # the direction of the rounding, and runs that round otherwise would part. With 1e-6 such a weight stays where it is.
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
         with rng.capture([self.device]).replay():
             torch.manual_seed(seed)
             self._start = self._generators = rng.capture([self.device])

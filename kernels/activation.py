@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dropout import dropout_constants, dropout_state
+from .dropout import dropout_constants, dropout_row_start, dropout_state
 from .launch import accumulate_dtype, launch
 from .primitives import apply_dropout, keep_mask, ptr_offset, store
 from .rows import tile_grid, tile_of_program
@@ -67,7 +67,7 @@ def _positive(x):
 
 @triton.jit
 def _activation_fwd(
-    gate_ptr, up_ptr, hidden_ptr, state_ptr, num_rows, num_cols, mask_first_col, mask_cols, gate_strides, up_strides, hidden_strides,
+    gate_ptr, up_ptr, hidden_ptr, state_ptr, num_rows, num_cols, mask_first_row, gate_strides, up_strides, hidden_strides,
     GATED: tl.constexpr, POINTWISE: tl.constexpr, HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr,
     DROPOUT_SCALE: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -81,14 +81,14 @@ def _activation_fwd(
     else:
         hidden, _ = _value_and_slope(up, POINTWISE)
     if HAS_DROPOUT:
-        keep = keep_mask(state_ptr, rows, mask_first_col + first_col, mask_cols, SITE, THRESHOLD, BLOCK_N)
+        keep = keep_mask(state_ptr, mask_first_row + rows, first_col, num_cols, SITE, THRESHOLD, BLOCK_N)
         hidden = apply_dropout(hidden, keep, DROPOUT_SCALE)
     store(hidden_ptr + ptr_offset(element, hidden_strides), hidden, mask=mask)
 
 
 @triton.jit
 def _activation_bwd(
-    grad_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, hidden_ptr, state_ptr, num_rows, num_cols, mask_first_col, mask_cols,
+    grad_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, hidden_ptr, state_ptr, num_rows, num_cols, mask_first_row,
     grad_strides, gate_strides, up_strides, hidden_strides,
     GATED: tl.constexpr, POINTWISE: tl.constexpr, HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr,
     DROPOUT_SCALE: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -98,7 +98,7 @@ def _activation_bwd(
     grad = tl.load(grad_ptr + ptr_offset(element, grad_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
     up = tl.load(up_ptr + ptr_offset(element, up_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
     if HAS_DROPOUT:
-        keep = keep_mask(state_ptr, rows, mask_first_col + first_col, mask_cols, SITE, THRESHOLD, BLOCK_N)
+        keep = keep_mask(state_ptr, mask_first_row + rows, first_col, num_cols, SITE, THRESHOLD, BLOCK_N)
         grad = apply_dropout(grad, keep, DROPOUT_SCALE)
     outputs = ptr_offset(element, hidden_strides)
     if GATED:
@@ -115,29 +115,21 @@ def _activation_bwd(
     store(hidden_ptr + outputs, hidden, mask=mask)
 
 
-def _launch_arguments(up: Tensor, gate: Tensor | None, pointwise: str, dropout, first_col: int, cols: int | None):
+def _launch_arguments(up: Tensor, gate: Tensor | None, pointwise: str, dropout):
     """What the two launches share: the grid, the integers, the constexprs."""
-    if first_col % 4:
-        raise ValueError(f"first_col must be a multiple of 4, got {first_col}")
     num_rows, num_cols = up.shape
     tile = elementwise_tile(num_cols)
     grid = tile_grid(num_rows, num_cols, tile.block_m, tile.block_n)
-    integers = num_rows, num_cols, first_col, num_cols if cols is None else cols
     constexprs = {
         "GATED": gate is not None, "POINTWISE": pointwise, "ACC": accumulate_dtype(up.dtype), **dropout_constants(dropout),
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "num_warps": tile.num_warps, "enable_fp_fusion": False,
     }  # fmt: skip
-    return grid, integers, constexprs
+    return grid, (num_rows, num_cols, dropout_row_start(dropout)), constexprs
 
 
-def activation_forward(
-    gate: Tensor | None, up: Tensor, *, pointwise: str, dropout=None, first_col: int = 0, cols: int | None = None
-) -> Tensor:
-    """`drop(f(gate) * up)`, or `drop(f(up))` where gate is None, in up's dtype; rows `[N, hidden]`.
-
-    The tensors are columns `first_col ...` (a multiple of 4) of a dropout mask with `cols` columns; by default, all of it.
-    """
-    grid, integers, constexprs = _launch_arguments(up, gate, pointwise, dropout, first_col, cols)
+def activation_forward(gate: Tensor | None, up: Tensor, *, pointwise: str, dropout=None) -> Tensor:
+    """`drop(f(gate) * up)`, or `drop(f(up))` where gate is None, in up's dtype; rows `[N, hidden]`."""
+    grid, integers, constexprs = _launch_arguments(up, gate, pointwise, dropout)
     hidden = torch.empty(up.shape, dtype=up.dtype, device=up.device)
     gate_strides = None if gate is None else gate.stride()
     launch(
@@ -147,13 +139,19 @@ def activation_forward(
 
 
 def activation_backward(
-    grad: Tensor, gate: Tensor | None, up: Tensor, *, pointwise: str, dropout=None, first_col: int = 0, cols: int | None = None
+    grad: Tensor, gate: Tensor | None, up: Tensor, *, pointwise: str, dropout=None, overwrite: bool = False
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """`(dgate, dup, hidden)`, the gradients in their tensor's dtype, hidden as `activation_forward` gives it, bit for bit."""
-    grid, integers, constexprs = _launch_arguments(up, gate, pointwise, dropout, first_col, cols)
-    hidden = torch.empty(up.shape, dtype=up.dtype, device=up.device)
-    dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
-    dgate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    """`(dgate, dup, hidden)`, the gradients in their tensor's dtype, hidden as `activation_forward` gives it, bit for bit.
+
+    With `overwrite` they take the places of gate, up and grad, which must be contiguous: no more memory is needed.
+    """
+    grid, integers, constexprs = _launch_arguments(up, gate, pointwise, dropout)
+    if overwrite:
+        dgate, dup, hidden = gate, up, grad
+    else:
+        hidden = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+        dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+        dgate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     gate_strides = None if gate is None else gate.stride()
     launch(
         _activation_bwd, grid, grad, gate, up, dgate, dup, hidden, dropout_state(dropout), *integers,

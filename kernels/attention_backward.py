@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_forward import LOG2_E, key_ranges, locate, visible
-from .dropout import dropout_constants, dropout_state
+from .attention_forward import LOG2_E, first_mask_row, key_ranges, locate, visible
+from .dropout import dropout_batch_rows, dropout_constants, dropout_row_start, dropout_state
 from .launch import accumulate_dtype, launch, operand_dtype
 from .primitives import apply_dropout, dot, head_start, keep_mask, load_rows, store_rows
 from .tiles import Tile, attention_backward_tile
@@ -64,7 +64,7 @@ def _attention_delta(
 @triton.jit
 def _walk_queries(
     grad_key, grad_value, key, value, q_head_ptr, grad_head_ptr, q_strides, grad_strides, lse_ptr, delta_ptr, state_ptr,
-    keys, first_row, first_key, dims, first_query, end_query, query_count, key_count,
+    keys, first_row, mask_row, first_key, dims, first_query, end_query, query_count, key_count,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE_LOG2: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
     OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -90,7 +90,7 @@ def _walk_queries(
         grad_weights = dot(value, tl.trans(grad), zeros, OPERAND)
         dropped = weights
         if HAS_DROPOUT:
-            keep = tl.trans(keep_mask(state_ptr, first_row + queries, first_key, key_count, SITE, THRESHOLD, BLOCK_N))
+            keep = tl.trans(keep_mask(state_ptr, mask_row + queries, first_key, key_count, SITE, THRESHOLD, BLOCK_N))
             dropped = apply_dropout(weights, keep, DROPOUT_SCALE)
             grad_weights = apply_dropout(grad_weights, keep, DROPOUT_SCALE)
         grad_value = dot(dropped, grad, grad_value, OPERAND)
@@ -102,7 +102,7 @@ def _walk_queries(
 def _attention_backward_keys(
     grad_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, state_ptr,
     grad_strides, q_strides, k_strides, v_strides, dk_strides, dv_strides,
-    heads, kv_heads, query_count, key_count,
+    heads, kv_heads, query_count, key_count, mask_first_row, mask_batch_rows,
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
     ACC: tl.constexpr, OPERAND: tl.constexpr,
@@ -121,16 +121,17 @@ def _attention_backward_keys(
     group = heads // kv_heads
     for head in range(kv_head * group, kv_head * group + group):
         first_row = tl.cast(batch * heads + head, tl.int64) * query_count
+        mask_row = first_mask_row(mask_first_row, mask_batch_rows, batch, head, query_count)
         q_head_ptr = head_start(q_ptr, batch, head, q_strides)
         grad_head_ptr = head_start(grad_ptr, batch, head, grad_strides)
         grad_key, grad_value = _walk_queries(
             grad_key, grad_value, key, value, q_head_ptr, grad_head_ptr, q_strides, grad_strides, lse_ptr, delta_ptr, state_ptr,
-            keys, first_row, first_key, dims, first_query, full, query_count, key_count,
+            keys, first_row, mask_row, first_key, dims, first_query, full, query_count, key_count,
             True, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         grad_key, grad_value = _walk_queries(
             grad_key, grad_value, key, value, q_head_ptr, grad_head_ptr, q_strides, grad_strides, lse_ptr, delta_ptr, state_ptr,
-            keys, first_row, first_key, dims, full, query_count, query_count, key_count,
+            keys, first_row, mask_row, first_key, dims, full, query_count, query_count, key_count,
             False, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
@@ -141,7 +142,7 @@ def _attention_backward_keys(
 @triton.jit
 def _walk_keys(
     grad_query, query, grad, lse_log2, delta, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
-    queries, dropout_rows, dims, first_key, end_key, key_count,
+    queries, mask_rows, dims, first_key, end_key, key_count,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE_LOG2: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
     OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -158,7 +159,7 @@ def _walk_keys(
         weights = tl.exp2(scores - lse_log2[:, None])
         grad_weights = dot(grad, tl.trans(value), zeros, OPERAND)
         if HAS_DROPOUT:
-            keep = keep_mask(state_ptr, dropout_rows, start, key_count, SITE, THRESHOLD, BLOCK_N)
+            keep = keep_mask(state_ptr, mask_rows, start, key_count, SITE, THRESHOLD, BLOCK_N)
             grad_weights = apply_dropout(grad_weights, keep, DROPOUT_SCALE)
         grad_query = dot(weights * (grad_weights - delta[:, None]), key, grad_query, OPERAND)
     return grad_query
@@ -168,7 +169,7 @@ def _walk_keys(
 def _attention_backward_queries(
     grad_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dq_ptr, state_ptr,
     grad_strides, q_strides, k_strides, v_strides, dq_strides,
-    heads, kv_heads, query_count, key_count,
+    heads, kv_heads, query_count, key_count, mask_first_row, mask_batch_rows,
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
     ACC: tl.constexpr, OPERAND: tl.constexpr,
@@ -181,6 +182,7 @@ def _attention_backward_queries(
     queries = first_query + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     rows = tl.cast(batch * heads + head, tl.int64) * query_count + queries
+    mask_rows = first_mask_row(mask_first_row, mask_batch_rows, batch, head, query_count) + queries
 
     query = load_rows(head_start(q_ptr, batch, head, q_strides), q_strides, queries, query_count, dims, HEAD_DIM)
     grad = load_rows(head_start(grad_ptr, batch, head, grad_strides), grad_strides, queries, query_count, dims, HEAD_DIM)
@@ -193,12 +195,12 @@ def _attention_backward_queries(
     full, end = key_ranges(first_query, key_count, CAUSAL, BLOCK_M, BLOCK_N)
     grad_query = _walk_keys(
         grad_query, query, grad, lse_log2, delta, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
-        queries, rows, dims, 0, full, key_count,
+        queries, mask_rows, dims, 0, full, key_count,
         False, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     grad_query = _walk_keys(
         grad_query, query, grad, lse_log2, delta, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
-        queries, rows, dims, full, end, key_count,
+        queries, mask_rows, dims, full, end, key_count,
         True, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
@@ -214,7 +216,10 @@ def attention_backward(
     kv_heads, key_count = k.shape[1:3]
     tile = tile or attention_backward_tile(head_dim, q.dtype, dropout=dropout is not None)
     dq, dk, dv = (torch.empty(x.transpose(1, 2).shape, dtype=x.dtype, device=x.device).transpose(1, 2) for x in (q, k, v))
+    lse = lse.contiguous()  # a slice of heads is not
     delta = torch.empty_like(lse)
+    mask = dropout_row_start(dropout), dropout_batch_rows(dropout, heads * query_count)
+    integers = heads, kv_heads, query_count, key_count, *mask
     query_grid = (batch * heads * triton.cdiv(query_count, tile.block_m),)
     key_grid = (batch * kv_heads * triton.cdiv(key_count, tile.block_m),)
     accumulate, block_d = accumulate_dtype(q.dtype), max(16, triton.next_power_of_2(head_dim))
@@ -243,7 +248,7 @@ def attention_backward(
         key_grid,
         grad, q, k, v, lse, delta, dk, dv, dropout_state(dropout),
         grad.stride(), q.stride(), k.stride(), v.stride(), dk.stride(), dv.stride(),
-        heads, kv_heads, query_count, key_count,
+        *integers,
         BLOCK_M=tile.block_n,
         BLOCK_N=tile.block_m,
         **constants,
@@ -253,7 +258,7 @@ def attention_backward(
         query_grid,
         grad, q, k, v, lse, delta, dq, dropout_state(dropout),
         grad.stride(), q.stride(), k.stride(), v.stride(), dq.stride(),
-        heads, kv_heads, query_count, key_count,
+        *integers,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         **constants,

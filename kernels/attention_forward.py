@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dropout import dropout_constants, dropout_state
+from .dropout import dropout_batch_rows, dropout_constants, dropout_row_start, dropout_state
 from .launch import accumulate_dtype, launch, operand_dtype
 from .primitives import dot, head_start, keep_mask, load_rows, store_rows
 from .tiles import Tile, attention_forward_tile
@@ -33,6 +33,12 @@ def locate(heads, tiles):
     """
     head = tl.program_id(0) // tiles
     return head // heads, head % heads, tl.program_id(0) % tiles
+
+
+@triton.jit
+def first_mask_row(mask_first_row, mask_batch_rows, batch, head, query_count):
+    """The row of the dropout mask that belongs to the first query of a head."""
+    return mask_first_row + tl.cast(batch, tl.int64) * mask_batch_rows + tl.cast(head, tl.int64) * query_count
 
 
 @triton.jit
@@ -69,7 +75,7 @@ def online_softmax_step(scores, running_max, running_sum):
 @triton.jit
 def _attend(
     accumulator, running_max, running_sum, query, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
-    queries, dropout_rows, dims, first_key, end_key, key_count,
+    queries, mask_rows, dims, first_key, end_key, key_count,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE_LOG2: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr,
     OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -83,7 +89,7 @@ def _attend(
             scores = tl.where(visible(queries[:, None], keys[None, :], key_count, CAUSAL), scores, float("-inf"))
         weights, running_max, running_sum, rescale = online_softmax_step(scores, running_max, running_sum)
         if HAS_DROPOUT:
-            keep = keep_mask(state_ptr, dropout_rows, start, key_count, SITE, THRESHOLD, BLOCK_N)
+            keep = keep_mask(state_ptr, mask_rows, start, key_count, SITE, THRESHOLD, BLOCK_N)
             weights = tl.where(keep, weights, 0.0)
         value = load_rows(v_head_ptr, v_strides, keys, key_count, dims, HEAD_DIM)  # [BLOCK_N, BLOCK_D]
         accumulator = dot(weights, value, accumulator * rescale[:, None], OPERAND)
@@ -94,7 +100,7 @@ def _attend(
 def _attention_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, state_ptr,
     q_strides, k_strides, v_strides, out_strides,
-    heads, kv_heads, query_count, key_count,
+    heads, kv_heads, query_count, key_count, mask_first_row, mask_batch_rows,
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
     ACC: tl.constexpr, OPERAND: tl.constexpr,
@@ -106,7 +112,7 @@ def _attention_forward(
     kv_head = head // (heads // kv_heads)
     queries = first_query + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    rows = tl.cast(batch * heads + head, tl.int64) * query_count + queries  # of lse, and of the dropout mask
+    mask_rows = first_mask_row(mask_first_row, mask_batch_rows, batch, head, query_count) + queries
 
     query = load_rows(head_start(q_ptr, batch, head, q_strides), q_strides, queries, query_count, dims, HEAD_DIM)
     k_head_ptr = head_start(k_ptr, batch, kv_head, k_strides)
@@ -118,12 +124,12 @@ def _attention_forward(
     full, end = key_ranges(first_query, key_count, CAUSAL, BLOCK_M, BLOCK_N)
     accumulator, running_max, running_sum = _attend(
         accumulator, running_max, running_sum, query, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
-        queries, rows, dims, 0, full, key_count,
+        queries, mask_rows, dims, 0, full, key_count,
         False, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, OPERAND, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     accumulator, running_max, running_sum = _attend(
         accumulator, running_max, running_sum, query, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
-        queries, rows, dims, full, end, key_count,
+        queries, mask_rows, dims, full, end, key_count,
         True, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, OPERAND, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
@@ -131,6 +137,7 @@ def _attention_forward(
     total = tl.where(running_sum == 0, 1.0, running_sum)
     out = accumulator * (DROPOUT_SCALE / total)[:, None]
     store_rows(head_start(out_ptr, batch, head, out_strides), out_strides, queries, query_count, dims, out, HEAD_DIM)
+    rows = tl.cast(batch * heads + head, tl.int64) * query_count + queries
     tl.store(lse_ptr + rows, (running_max + tl.log2(total)) * LN_2, mask=queries < query_count)
 
 
@@ -152,7 +159,7 @@ def attention_forward(
         (batch * heads * triton.cdiv(query_count, tile.block_m),),
         q, k, v, out, lse, dropout_state(dropout),
         q.stride(), k.stride(), v.stride(), out.stride(),
-        heads, kv_heads, query_count, key_count,
+        heads, kv_heads, query_count, key_count, dropout_row_start(dropout), dropout_batch_rows(dropout, heads * query_count),
         HEAD_DIM=head_dim,
         CAUSAL=causal,
         SCALE=scale,

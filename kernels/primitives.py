@@ -25,7 +25,7 @@ def store(pointers, values, mask):
     if _TRUNCATES_BF16 and dtype == tl.bfloat16:
         wide = values.to(tl.float32)
         bits = wide.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
         values = tl.where(wide == wide, rounded, wide)  # adding to a NaN's bits could make it a number
     tl.store(pointers, values.to(dtype), mask=mask)
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dropout import dropout_constants, dropout_state
+from .dropout import dropout_constants, dropout_row_start, dropout_state
 from .launch import accumulate_dtype, launch
 from .primitives import apply_dropout, keep_mask, ptr_offset, store
 from .rows import as_rows, tile_grid, tile_of_program
@@ -18,7 +18,7 @@ from .tiles import elementwise_tile
 
 @triton.jit
 def _dropout_add(
-    x_ptr, residual_ptr, y_ptr, state_ptr, num_rows, num_cols, x_strides, residual_strides, y_strides,
+    x_ptr, residual_ptr, y_ptr, state_ptr, num_rows, num_cols, mask_first_row, x_strides, residual_strides, y_strides,
     HAS_RESIDUAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
     ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -26,7 +26,7 @@ def _dropout_add(
     element = (rows[:, None], (first_col + tl.arange(0, BLOCK_N))[None, :])
     y = tl.load(x_ptr + ptr_offset(element, x_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
     if HAS_DROPOUT:
-        y = apply_dropout(y, keep_mask(state_ptr, rows, first_col, num_cols, SITE, THRESHOLD, BLOCK_N), DROPOUT_SCALE)
+        y = apply_dropout(y, keep_mask(state_ptr, mask_first_row + rows, first_col, num_cols, SITE, THRESHOLD, BLOCK_N), DROPOUT_SCALE)
     if HAS_RESIDUAL:
         y += tl.load(residual_ptr + ptr_offset(element, residual_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
     store(y_ptr + ptr_offset(element, y_strides), y, mask=mask)
@@ -41,7 +41,7 @@ def _launch_dropout_add(x: Tensor, residual: Tensor | None, dropout) -> Tensor:
     tile = elementwise_tile(num_cols)
     launch(
         _dropout_add, tile_grid(num_rows, num_cols, tile.block_m, tile.block_n),
-        x_rows, residual_rows, y, dropout_state(dropout), num_rows, num_cols,
+        x_rows, residual_rows, y, dropout_state(dropout), num_rows, num_cols, dropout_row_start(dropout),
         x_rows.stride(), None if residual_rows is None else residual_rows.stride(), y.stride(),
         HAS_RESIDUAL=residual is not None, **dropout_constants(dropout), ACC=accumulate_dtype(dtype),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,

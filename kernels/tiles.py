@@ -25,6 +25,7 @@ class Tile:
 # Programs of the interpreter cost by the operation, not by the element; 16 is the least that a matrix product of a GPU takes,
 # and keeps several tiles in play at the lengths that tests can afford.
 INTERPRETER_TILE = Tile(16, 16, 16)
+INTERPRETER_ROW_TILE = Tile(16, 64)
 
 
 # --- attention ---
@@ -92,7 +93,7 @@ _NORM_BACKWARD_STEPS = 8
 def _row_tile(cols: int, widest: int, elements: int) -> Tile:
     """A tile of `elements` or, where one row is wider, of one row up to `widest`."""
     if INTERPRETED:
-        return INTERPRETER_TILE
+        return INTERPRETER_ROW_TILE
     # Four neighbours share a Philox call, so a mask has no narrower tile.
     block_n = min(max(triton.next_power_of_2(cols), 4), widest)
     block_m = max(1, elements // block_n)

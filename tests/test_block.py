@@ -24,7 +24,7 @@ spec_cases = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 backends = pytest.mark.parametrize("backend", ["aten", "triton"])
 
 
-def inputs(spec, *, batch=2, length=9, dtype=torch.float64):
+def inputs(spec, *, batch=1, length=9, dtype=torch.float64):
     torch.manual_seed(5)
     x = torch.randn(batch, length, spec.dim, dtype=torch.float64)
     return x.to(dtype).requires_grad_(), torch.randn_like(x).to(dtype)
@@ -59,7 +59,7 @@ def results(block, x, grad):
 @backends
 def test_equals_the_reference_in_float64(spec, backend):
     reference = eager(spec)
-    x, grad = inputs(spec)
+    x, grad = inputs(spec, batch=2)
     expected = results(reference, x, grad)
     actual = results(twin(reference, backend=backend), x, grad)
     for name in expected:
@@ -93,6 +93,31 @@ def test_gradients_do_not_depend_on_what_is_saved(spec, backend, length):
     for name in again:
         for save in SAVES:
             assert torch.equal(runs[save][name], again[name]), (save, name)
+
+
+@backends
+@pytest.mark.parametrize("spec", [SPECS["llama-dropout"], SPECS["gpt"]], ids=["llama", "gpt"])
+@pytest.mark.parametrize("slices", [1, 3, 100])
+def test_slices_change_no_mask_and_repeat_bit_for_bit(spec, backend, slices):
+    reference = eager(spec)
+    x, grad = inputs(spec, batch=2, length=5)
+    expected = results(reference, x, grad)
+    runs = [results(twin(reference, policy=Policy(save, slices), backend=backend), x, grad) for save in ("input", "all")]
+    for name in expected:
+        torch.testing.assert_close(runs[0][name], expected[name], rtol=1e-11, atol=1e-12, msg=name)
+        assert torch.equal(runs[0][name], runs[1][name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_slices_in_low_precision_are_as_accurate_as_eager(dtype):
+    spec = SPECS["llama-dropout"]
+    low = eager(spec, dtype)
+    x, grad = inputs(spec, batch=2, length=32, dtype=dtype)
+    truth = results(twin(low, EagerBlock, torch.float64), x.detach().double().requires_grad_(), grad.double())
+    rival = results(low, x, grad)
+    actual = results(twin(low, policy=Policy(slices=16), backend="aten"), x, grad)
+    for name in truth:
+        assert_accurate(actual[name], rival[name], truth[name], terms=64)
 
 
 @backends
@@ -167,7 +192,7 @@ def test_empty_and_single_token_inputs(backend, shape):
 def test_inputs_of_any_layout(backend, layout):
     spec = SPECS["llama-dropout"]
     block = twin(eager(spec), backend=backend)
-    x, grad = inputs(spec)
+    x, grad = inputs(spec, batch=2)
     view = layout(x.detach()).requires_grad_()
     dense = view.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
     actual, expected = results(block, view, layout(grad)), results(block, dense, layout(grad).contiguous())

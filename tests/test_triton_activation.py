@@ -146,23 +146,30 @@ def test_tile_changes_no_bit(monkeypatch, tile):
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-def test_slices_over_columns_make_the_whole(gated):
-    grad, gate, up = (rows(5, 33, seed=seed) for seed in range(3))
+def test_slices_of_rows_make_the_whole(gated):
+    tensors = [rows(9, 33, seed=seed) for seed in range(3)]
+    if not gated:
+        tensors[1] = None
+
+    def outputs(dropout, grad, gate, up):
+        options = {"pointwise": "silu", "dropout": dropout}
+        return activation_forward(gate, up, **options), *activation_backward(grad, gate, up, **options)
+
+    whole = outputs(DROPOUT, *tensors)
+    for first, last in itertools.pairwise((0, 4, 5, 9)):
+        parts = outputs(DROPOUT.rows_from(first), *(None if t is None else t[first:last] for t in tensors))
+        for expected, ours in zip(whole, parts, strict=True):
+            assert (expected is None and ours is None) or torch.equal(expected[first:last], ours)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_results_may_take_the_places_of_the_arguments(gated):
+    grad, gate, up = (rows(9, 33, seed=seed).contiguous() for seed in range(3))
     gate = gate if gated else None
-    whole = [activation_forward(gate, up, pointwise="silu", dropout=DROPOUT)]
-    whole += activation_backward(grad, gate, up, pointwise="silu", dropout=DROPOUT)
-    for first, last in itertools.pairwise((0, 4, 20, 33)):
-        part = [None if t is None else t[:, first:last] for t in (grad, gate, up)]
-        window = {"pointwise": "silu", "dropout": DROPOUT, "first_col": first, "cols": 33}
-        for expected, ours in zip(whole, (activation_forward(*part[1:], **window), *activation_backward(*part, **window)), strict=True):
-            assert (expected is None and ours is None) or torch.equal(expected[:, first:last], ours)
-
-
-def test_window_must_begin_at_a_philox_call():
-    x = torch.ones(2, 8)
-    for call in (lambda **window: activation_forward(x, x, **window), lambda **window: activation_backward(x, x, x, **window)):
-        with pytest.raises(ValueError, match="first_col must be a multiple of 4, got 2"):
-            call(pointwise="silu", dropout=DROPOUT, first_col=2, cols=16)
+    expected = activation_backward(grad, gate, up, pointwise="silu", dropout=DROPOUT)
+    ours = activation_backward(grad, gate, up, pointwise="silu", dropout=DROPOUT, overwrite=True)
+    for result, place, right in zip(ours, (gate, up, grad), expected, strict=True):
+        assert result is place and (right is None or torch.equal(result, right))
 
 
 @pytest.mark.parametrize("p", [0.5, 1.0])

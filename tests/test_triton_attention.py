@@ -3,7 +3,7 @@
 import itertools
 import math
 import sys
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,12 +16,13 @@ from ckpt_ext.kernels.dropout import dropout_constants
 from ckpt_ext.kernels.launch import record_launches
 from ckpt_ext.kernels.primitives import keep_mask, ptr_offset
 from ckpt_ext.kernels.tiles import Tile
+from ckpt_ext.rng import Dropout
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 def dropout(p: float, seed: int = 1234567890123, offset: int = 5):
-    return SimpleNamespace(state=torch.tensor([seed, offset]), p=p, site=1)
+    return Dropout(torch.tensor([seed, offset]), p, site=1)
 
 
 @pytest.fixture(autouse=True)
@@ -286,3 +287,16 @@ def test_offsets_pass_two_to_the_31():
     offset = torch.zeros(1, dtype=torch.int64)
     _store_offset[(1,)](offset, 319, 7864320)
     assert offset.item() == 319 * 7864320 == 2508718080
+
+
+def test_a_slice_of_heads_has_its_rows_of_the_whole_mask():
+    grad, q, k, v = inputs(batch=2, heads=4, kv_heads=2, query_count=9, key_count=9)
+    drop, length = dropout(0.3), q.size(2)
+    options = {"causal": True, "scale": 0.3}
+    out, lse, *whole = ours(grad, q, k, v, **options, drop=drop)
+    for kv_head in range(2):
+        heads, kv = slice(2 * kv_head, 2 * kv_head + 2), slice(kv_head, kv_head + 1)
+        part = replace(drop.rows_from(heads.start * length), batch_rows=4 * length)
+        results = ours(grad[:, heads], q[:, heads], k[:, kv], v[:, kv], **options, drop=part)
+        expected = (out[:, heads], lse[:, heads], whole[0][:, heads], whole[1][:, kv], whole[2][:, kv])
+        assert all(map(torch.equal, results, expected))

@@ -1,5 +1,7 @@
 """Dropout and the residual sum against the C++ operator's masks and float64 maths."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -103,6 +105,13 @@ def test_tile_changes_no_bit(monkeypatch, tile):
     assert torch.equal(expected, dropout(x, DROPOUT))
     monkeypatch.setattr(residual, "elementwise_tile", lambda cols: tile)
     assert torch.equal(expected, dropout(x, DROPOUT))
+
+
+def test_slices_of_rows_make_the_whole():
+    x = draw(9, 33)
+    whole = dropout(x, DROPOUT)
+    for first, last in itertools.pairwise((0, 4, 5, 9)):
+        assert torch.equal(dropout(x[first:last], DROPOUT.rows_from(first)), whole[first:last])
 
 
 def test_rate_and_independence_of_sites():

@@ -62,9 +62,12 @@ class Backend(Protocol):
         ...
 
     def activation_backward(
-        self, grad: Tensor, gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None
+        self, grad: Tensor, gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None, *, overwrite: bool = False
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """`(grad_gate, grad_up, hidden)`; hidden is the activation's output, made again beside its derivative."""
+        """`(grad_gate, grad_up, hidden)`; hidden is the activation's output, made again beside its derivative.
+
+        With `overwrite` the results may take the places of grad, gate and up, which are contiguous and of no further use.
+        """
         ...
 
     def dropout(self, x: Tensor, dropout: Dropout) -> Tensor:

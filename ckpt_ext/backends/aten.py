@@ -3,6 +3,8 @@
 Norm statistics and elementwise work are in float32, or float64 for float64 tensors. Attention is `aten_attention`'s.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -20,47 +22,77 @@ name = "aten"
 _aten = torch.ops.aten
 
 
+_CHUNK_ELEMENTS = {"cpu": 1 << 18, "other": 1 << 26}
+"""Elements of a norm that are worked on at a time."""
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return x.to(_wide_dtype(x))
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor]:
-    rows = _wide(x)
-    scale = _scale(weight, spec, rows.dtype)
-    if spec.kind == "layer":
-        shift = None if bias is None else bias.to(rows.dtype)
-        y, mean, rstd = _aten.native_layer_norm(rows, [rows.size(-1)], scale, shift, spec.eps)
-        return y.to(x.dtype), torch.cat((mean, rstd), -1).view(-1, 2)
-    mean_square = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_().div_(rows.size(-1))
-    rstd = mean_square.add_(spec.eps).rsqrt_()
-    y = (rows * rstd).mul_(scale)
-    if bias is not None:
-        y += bias
-    return y.to(x.dtype), rstd.view(-1, 1)
+    rows = x.reshape(-1, x.size(-1))
+    y = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    wide = _wide_dtype(x)
+    stats = rows.new_empty(rows.size(0), 2 if spec.kind == "layer" else 1, dtype=wide)
+    scale, shift = _scale(weight, spec, wide), None if bias is None else bias.to(wide)
+    for span in _spans(rows):
+        part = rows[span].to(wide)
+        if spec.kind == "layer":
+            normed, *statistics = _aten.native_layer_norm(part, [part.size(1)], scale, shift, spec.eps)
+            y[span], stats[span] = normed, torch.cat(statistics, 1)
+            continue
+        mean_square = torch.linalg.vector_norm(part, dim=1, keepdim=True).square_().div_(part.size(1))
+        rstd = torch.rsqrt(mean_square.add_(spec.eps), out=stats[span])
+        normed = torch.mul(part, rstd, out=y[span] if y.dtype == wide else None).mul_(scale)
+        if shift is not None:
+            normed += shift
+        if y.dtype != wide:
+            y[span] = normed
+    return y.view(x.shape), stats
 
 
 def norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor, spec: NormSpec, *, params: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    rows, grad_rows = (_wide(t).reshape(-1, x.size(-1)) for t in (x, grad))
-    scale = _scale(weight, spec, rows.dtype)
-    if spec.kind == "layer":
-        mean, rstd = stats[:, :1].contiguous(), stats[:, 1:].contiguous()
-        shift = None if bias is None else bias.to(rows.dtype)
-        grad_x, grad_weight, grad_bias = _aten.native_layer_norm_backward(
-            grad_rows, rows, [rows.size(-1)], mean, rstd, scale, shift, [True, params, params and bias is not None]
-        )
-    else:
-        # With g = grad * weight and x^ = x * rstd:  dx = rstd * (g - x^ * mean(g * x^)),  dweight = sum(grad * x^).
-        normed = rows * stats
-        product = grad_rows * normed
-        grad_weight = product.sum(0) if params else None
-        grad_bias = grad_rows.sum(0) if params and bias is not None else None
-        inner = torch.mv(product, scale).div_(rows.size(-1)).unsqueeze(-1)
-        grad_x = torch.mul(grad_rows, scale, out=product).addcmul_(normed, inner, value=-1).mul_(stats)
-    params_like = ((grad_weight, weight), (grad_bias, bias))
-    grad_weight, grad_bias = (None if g is None else g.to(p.dtype) for g, p in params_like)  # type: ignore[union-attr]
-    return grad_x.to(x.dtype).view(x.shape), grad_weight, grad_bias
+    # RMSNorm, with g = grad * weight and x^ = x * rstd:  dx = rstd * (g - x^ * mean(g * x^)),  dweight = sum(grad * x^).
+    rows, grad_rows = (t.reshape(-1, x.size(-1)) for t in (x, grad))
+    grad_x = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    wide = _wide_dtype(x)
+    scale, shift = _scale(weight, spec, wide), None if bias is None else bias.to(wide)
+    grad_weight = torch.zeros_like(scale) if params else None
+    grad_bias = torch.zeros_like(shift) if params and shift is not None else None
+    for span in _spans(rows):
+        part, grad_part = rows[span].to(wide), grad_rows[span].to(wide)
+        if spec.kind == "layer":
+            mean, rstd = stats[span].split(1, 1)
+            mask = [True, params, params and bias is not None]
+            grad_x[span], weight_part, bias_part = _aten.native_layer_norm_backward(
+                grad_part, part, [part.size(1)], mean.contiguous(), rstd.contiguous(), scale, shift, mask
+            )
+        else:
+            normed = part * stats[span]
+            product = grad_part * normed
+            weight_part = product.sum(0) if params else None
+            bias_part = grad_part.sum(0) if grad_bias is not None else None
+            inner = torch.mv(product, scale).div_(part.size(1)).unsqueeze(1)
+            scaled = torch.mul(grad_part, scale, out=product)
+            grad_x[span] = scaled.addcmul_(normed, inner, value=-1).mul_(stats[span])
+        for total, addend in ((grad_weight, weight_part), (grad_bias, bias_part)):
+            if total is not None:
+                total += addend
+    grads = ((grad_weight, weight), (grad_bias, bias))
+    return grad_x.view(x.shape), *(None if g is None else g.to(p.dtype) for g, p in grads)  # type: ignore[union-attr, return-value]
+
+
+def _spans(rows: Tensor) -> Iterator[slice]:
+    """Slices of rows `[N, C]`, so small that their temporaries stay in a CPU's cache."""
+    size = max(1, _CHUNK_ELEMENTS["cpu" if rows.device.type == "cpu" else "other"] // max(1, rows.size(1)))
+    return (slice(start, start + size) for start in range(0, rows.size(0), size))
 
 
 def _scale(weight: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
@@ -86,15 +118,20 @@ def activation(gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout
 
 
 def activation_backward(
-    grad: Tensor, gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None
+    grad: Tensor, gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None, *, overwrite: bool = False
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     if dropout is not None:
         grad = rng.dropout(grad, dropout)
-    hidden = activation(gate, up, pointwise, dropout)
+    value = _activate(up if gate is None else gate, pointwise)  # f(gate), or f(up)
     if gate is None:
-        return None, _derivative(grad, up, pointwise), hidden
-    grad_gate = _derivative(grad * up, gate, pointwise)
-    return grad_gate, _activate(gate, pointwise).mul_(grad), hidden
+        grad_up = _derivative(grad, up, pointwise)
+        return None, grad_up, value if dropout is None else rng.dropout(value, dropout)
+    hidden = value * up
+    if dropout is not None:
+        hidden = rng.dropout(hidden, dropout)
+    grad_up = value.mul_(grad)
+    grad_hidden = torch.mul(grad, up, out=up) if overwrite else grad * up
+    return _derivative(grad_hidden, gate, pointwise), grad_up, hidden
 
 
 def _activate(x: Tensor, pointwise: str) -> Tensor:

@@ -56,8 +56,8 @@ class _Chunk(NamedTuple):
         batch, heads, length = shape[:3]
         rows = weights.view(batch, heads, self.rows.stop - self.rows.start, self.keys)
         dropped = torch.ops.ckpt_ext.dropout(
-            rows, dropout.state, dropout.p, int(dropout.site),
-            row_start=self.rows.start, row_strides=[heads * length, length, 1], cols=cols,
+            rows, dropout.state, dropout.p, int(dropout.site), cols=cols,
+            row_start=dropout.row_start + self.rows.start, row_strides=[dropout.batch_rows or heads * length, length, 1],
         )
         return dropped.view_as(weights)
 

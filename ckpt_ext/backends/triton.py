@@ -31,13 +31,11 @@ def norm_backward(
     return _norm_backward(grad, x, weight, bias, stats, kind=spec.kind, offset=spec.offset, params=params)
 
 
-def activation(
-    gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None, *, first_col: int = 0, cols: int | None = None
-) -> Tensor:
-    return activation_forward(gate, up, pointwise=pointwise, dropout=dropout, first_col=first_col, cols=cols)
+def activation(gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None) -> Tensor:
+    return activation_forward(gate, up, pointwise=pointwise, dropout=dropout)
 
 
 def activation_backward(
-    grad: Tensor, gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None, *, first_col: int = 0, cols: int | None = None
+    grad: Tensor, gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None, *, overwrite: bool = False
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    return _activation_backward(grad, gate, up, pointwise=pointwise, dropout=dropout, first_col=first_col, cols=cols)
+    return _activation_backward(grad, gate, up, pointwise=pointwise, dropout=dropout, overwrite=overwrite)
