@@ -110,7 +110,7 @@ def _through_attention(
 def _groups(call: BlockCall, q: Tensor, dropout: Dropout | None) -> Iterator[tuple[slice, slice, Dropout | None]]:
     """Query heads, their key heads, and the dropout of their rows of the mask."""
     spec, length = call.spec, q.size(2)
-    for kv_heads in spans(spec.kv_heads, spec.kv_heads // call.head_groups):
+    for kv_heads in spans(spec.kv_heads, spec.kv_heads // call.slicing.head_groups):
         heads = slice(*(bound * (spec.heads // spec.kv_heads) for bound in (kv_heads.start, kv_heads.stop)))
         part = None if dropout is None else replace(dropout.rows_from(heads.start * length), batch_rows=spec.heads * length)
         yield heads, kv_heads, part

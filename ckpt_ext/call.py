@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .backends import Backend, NormSpec
+from .slicing import Slicing
 from .spec import BlockSpec, Save
 from .weights import Layout, NormWeights
 
@@ -28,10 +29,7 @@ class BlockCall:
     layout: Layout
     dtype: torch.dtype
     """What the branches compute in. The residual stream, x to mid to y, keeps x's dtype."""
-    slice_tokens: int
-    """Tokens in a slice of the MLP half."""
-    head_groups: int
-    """Groups of heads in the attention half's backward."""
+    slicing: Slicing
 
     @property
     def norm(self) -> NormSpec:

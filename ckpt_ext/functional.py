@@ -12,7 +12,7 @@ from .call import BlockCall
 from .guards import without_autocast
 from .rng import Dropout, Site
 from .sites import drops
-from .slicing import head_groups, token_slices
+from .slicing import slicing
 from .spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, BackendName, BlockSpec, Policy, is_gated
 from .validate import floating, one_of, probability, same_device
 from .weights import BlockWeights
@@ -38,7 +38,7 @@ def block(
     policy = policy or Policy()
     call = BlockCall(
         spec, policy.save, select(backend, x.device), layout, _branch_dtype(x),
-        token_slices(spec, x.size(0) * x.size(1), x.device, policy.slices), head_groups(spec, policy.slices),
+        slicing(spec, x.size(0) * x.size(1), x.device, policy.slices),
     )  # fmt: skip
     cos, sin = rope.table(spec, x.size(1), call.dtype, x.device)
     state = rng.reserve(x.device) if training and drops(spec) else None

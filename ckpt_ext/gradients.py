@@ -34,7 +34,7 @@ class GradientSums:
             self._sums[part] = self._widened(grads)
         else:
             for total, grad in zip(onto, grads, strict=True):
-                if total is not None:
+                if total is not None and grad is not None:
                     total.add_(grad)
 
     def finish(self, weights: object) -> Gradients:

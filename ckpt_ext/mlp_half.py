@@ -45,14 +45,15 @@ def forward(
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """The block's output, and for save="all" the internals of each slice by name."""
     rows = flat(mid)
-    slices = list(spans(rows.size(0), call.slice_tokens))
+    slices = list(spans(rows.size(0), call.slicing.tokens))
     y, kept = _Assembly(rows, len(slices)), []
     for span in slices:
         internals = rebuild(call, weights, rows[span])
+        keep = call.save == "all"
         hidden = call.backend.activation(
-            internals.get("gate"), internals["up"], pointwise(call.spec.activation), _rows_from(dropout.mlp, span)
+            internals.get("gate"), internals["up"], pointwise(call.spec.activation), _rows_from(dropout.mlp, span), overwrite=not keep
         )
-        if call.save == "all":
+        if keep:
             kept.append(internals)
         del internals
         branch = weights.down(hidden)
@@ -86,7 +87,7 @@ def backward(
     Where nothing is `kept`, mid is of no further use, and its gradient takes its place.
     """
     rows, grad_rows = flat(mid), flat(grad_y)
-    slices = list(spans(rows.size(0), call.slice_tokens))
+    slices = list(spans(rows.size(0), call.slicing.tokens))
     grad_mid = _Assembly(rows, len(slices), reuse=not kept)
     sums = GradientSums(len(slices))
     for index, span in enumerate(slices):

@@ -8,32 +8,41 @@ kept in float32 between slices.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from .spec import BlockSpec
 
-# Fewer rows than this do not fill a matrix product's pipeline: a CPU core's cache blocks; a GPU's multiprocessors.
-_LEAST_ROWS = {"cpu": 128, "other": 2048}
+# A matrix product of fewer rows is slower by the row. On a CPU the library packs the weight again for every slice: 128 rows cost a tenth
+# of the time of a block, 512 a few hundredths. A GPU needs enough tiles for all its multiprocessors.
+_LEAST_ROWS = {"cpu": 512, "other": 2048}
 _HEAD_GROUPS = 4
 
 
-def token_slices(spec: BlockSpec, tokens: int, device: torch.device, slices: int | None) -> int:
-    """Tokens in a slice of the MLP half, given how many slices are wanted; None: as many as bring its intermediates near one block input.
+class Slicing(NamedTuple):
+    """Tokens in a slice of the MLP half, and groups of heads in the attention half's backward."""
 
-    Gate, up, hidden and the gradient of hidden are alive together: about `4 * hidden_dim / dim` inputs of the slice.
+    tokens: int
+    head_groups: int
+
+
+def slicing(spec: BlockSpec, tokens: int, device: torch.device, slices: int | None) -> Slicing:
+    """The slicing of a block of `tokens` tokens in `slices` slices, with at most as many groups of heads.
+
+    None chooses as many as bring the MLP's intermediates near the size of one block input: gate, up, hidden and the gradient of hidden are
+    alive together, about `4 * hidden_dim / dim` inputs of the slice.
     """
-    if slices is not None:
-        return max(1, -(-tokens // slices))
-    least = _LEAST_ROWS["cpu" if device.type == "cpu" else "other"]
-    wanted = max(1, round(4 * spec.hidden_dim / spec.dim))
-    return max(least, -(-tokens // wanted))
+    if slices is None:
+        wanted = max(1, round(4 * spec.hidden_dim / spec.dim))
+        size = max(_LEAST_ROWS["cpu" if device.type == "cpu" else "other"], -(-tokens // wanted))
+        return Slicing(size, _divisor(spec.kv_heads, _HEAD_GROUPS if tokens > size else 1))
+    return Slicing(max(1, -(-tokens // slices)), _divisor(spec.kv_heads, slices))
 
 
-def head_groups(spec: BlockSpec, slices: int | None) -> int:
-    """Groups of heads of the attention half's backward: a number of key heads, each with its query heads, is one group."""
-    wanted = _HEAD_GROUPS if slices is None else slices
-    return max(groups for groups in range(1, min(wanted, spec.kv_heads) + 1) if spec.kv_heads % groups == 0)
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` up to `most`: a group has whole key heads, each with its query heads, as many as any other."""
+    return max(divisor for divisor in range(1, min(most, number) + 1) if number % divisor == 0)
 
 
 def spans(total: int, size: int) -> Iterator[slice]:

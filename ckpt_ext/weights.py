@@ -70,7 +70,7 @@ class Layout:
         """The block's weights over `tensors`, the inverse of `BlockWeights.flatten`."""
         parts: dict = {"gate": None}
         for name, kind, place in self._slices():
-            parts[name] = NormWeights(*tensors[place]) if kind is None else kind.bind(tensors[place])
+            parts[name] = kind.bind(tensors[place]) if kind is not None else NormWeights(*tensors[place])  # type: ignore[arg-type]
         return BlockWeights(**parts)
 
     def join(self, grads: dict[str, Sequence[Tensor | None]]) -> list[Tensor | None]:

@@ -127,10 +127,12 @@ def _launch_arguments(up: Tensor, gate: Tensor | None, pointwise: str, dropout):
     return grid, (num_rows, num_cols, dropout_row_start(dropout)), constexprs
 
 
-def activation_forward(gate: Tensor | None, up: Tensor, *, pointwise: str, dropout=None) -> Tensor:
-    """`drop(f(gate) * up)`, or `drop(f(up))` where gate is None, in up's dtype; rows `[N, hidden]`."""
+def activation_forward(
+    gate: Tensor | None, up: Tensor, *, pointwise: str, dropout=None, overwrite: bool = False
+) -> Tensor:
+    """`drop(f(gate) * up)`, or `drop(f(up))` where gate is None, in up's dtype; rows `[N, hidden]`; in up's place with `overwrite`."""
     grid, integers, constexprs = _launch_arguments(up, gate, pointwise, dropout)
-    hidden = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    hidden = up if overwrite else torch.empty(up.shape, dtype=up.dtype, device=up.device)
     gate_strides = None if gate is None else gate.stride()
     launch(
         _activation_fwd, grid, gate, up, hidden, dropout_state(dropout), *integers, gate_strides, up.stride(), hidden.stride(), **constexprs

@@ -57,8 +57,13 @@ class Backend(Protocol):
         """Gradients of q, k and v, each lying in memory as `[B, T, H, D]`; P is rebuilt from q, k and lse."""
         ...
 
-    def activation(self, gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None) -> Tensor:
-        """`drop(f(gate) * up)`, or `drop(f(up))` where gate is None; rows `[N, hidden]`, contiguous."""
+    def activation(
+        self, gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None, *, overwrite: bool = False
+    ) -> Tensor:
+        """`drop(f(gate) * up)`, or `drop(f(up))` where gate is None; rows `[N, hidden]`.
+
+        With `overwrite` the result may take the place of up, which is contiguous and of no further use.
+        """
         ...
 
     def activation_backward(

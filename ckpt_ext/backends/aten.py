@@ -23,7 +23,8 @@ _aten = torch.ops.aten
 
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "other": 1 << 26}
-"""Elements of a norm that are worked on at a time."""
+"""Elements of rows that are worked on at a time."""
+_MOST_CHUNKS = 64
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:
@@ -90,8 +91,9 @@ def norm_backward(
 
 
 def _spans(rows: Tensor) -> Iterator[slice]:
-    """Slices of rows `[N, C]`, so small that their temporaries stay in a CPU's cache."""
-    size = max(1, _CHUNK_ELEMENTS["cpu" if rows.device.type == "cpu" else "other"] // max(1, rows.size(1)))
+    """Slices of rows `[N, C]`, so small that their temporaries stay in a CPU's cache, but at most _MOST_CHUNKS."""
+    elements = _CHUNK_ELEMENTS["cpu" if rows.device.type == "cpu" else "other"]
+    size = max(1, elements // max(1, rows.size(1)), -(-rows.size(0) // _MOST_CHUNKS))
     return (slice(start, start + size) for start in range(0, rows.size(0), size))
 
 
@@ -112,26 +114,43 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Ten
     return out
 
 
-def activation(gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None) -> Tensor:
-    hidden = _activate(up, pointwise) if gate is None else _activate(gate, pointwise).mul_(up)
-    return hidden if dropout is None else rng.dropout(hidden, dropout)
+def activation(
+    gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None, *, overwrite: bool = False
+) -> Tensor:
+    hidden = up if overwrite else torch.empty_like(up)
+    for span in _spans(up):
+        value = _activate(up[span], pointwise) if gate is None else _activate(gate[span], pointwise).mul_(up[span])
+        hidden[span] = _dropped(value, dropout, span)
+    return hidden
 
 
 def activation_backward(
     grad: Tensor, gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None, *, overwrite: bool = False
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    if dropout is not None:
-        grad = rng.dropout(grad, dropout)
-    value = _activate(up if gate is None else gate, pointwise)  # f(gate), or f(up)
-    if gate is None:
-        grad_up = _derivative(grad, up, pointwise)
-        return None, grad_up, value if dropout is None else rng.dropout(value, dropout)
-    hidden = value * up
-    if dropout is not None:
-        hidden = rng.dropout(hidden, dropout)
-    grad_up = value.mul_(grad)
-    grad_hidden = torch.mul(grad, up, out=up) if overwrite else grad * up
-    return _derivative(grad_hidden, gate, pointwise), grad_up, hidden
+    grad_gate, grad_up, hidden = (gate, up, grad) if overwrite else (_empty_like(gate), torch.empty_like(up), torch.empty_like(up))
+    for span in _spans(up):
+        grad_part, up_part = _dropped(grad[span], dropout, span), up[span]
+        if gate is None:
+            value = _activate(up_part, pointwise)
+            grad_part = _derivative(grad_part, up_part, pointwise)
+        else:
+            assert grad_gate is not None
+            gate_part = gate[span]
+            act = _activate(gate_part, pointwise)
+            value = act * up_part
+            grad_gate[span] = _derivative(grad_part * up_part, gate_part, pointwise)
+            grad_part = act.mul_(grad_part)
+        grad_up[span] = grad_part
+        hidden[span] = _dropped(value, dropout, span)
+    return grad_gate, grad_up, hidden
+
+
+def _dropped(x: Tensor, dropout: Dropout | None, span: slice) -> Tensor:
+    return x if dropout is None else rng.dropout(x, dropout.rows_from(span.start))
+
+
+def _empty_like(x: Tensor | None) -> Tensor | None:
+    return None if x is None else torch.empty_like(x)
 
 
 def _activate(x: Tensor, pointwise: str) -> Tensor:

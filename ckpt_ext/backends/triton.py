@@ -31,8 +31,10 @@ def norm_backward(
     return _norm_backward(grad, x, weight, bias, stats, kind=spec.kind, offset=spec.offset, params=params)
 
 
-def activation(gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None) -> Tensor:
-    return activation_forward(gate, up, pointwise=pointwise, dropout=dropout)
+def activation(
+    gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None, *, overwrite: bool = False
+) -> Tensor:
+    return activation_forward(gate, up, pointwise=pointwise, dropout=dropout, overwrite=overwrite)
 
 
 def activation_backward(
