@@ -22,7 +22,7 @@ name = "aten"
 _aten = torch.ops.aten
 
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 18, "other": 1 << 26}
+_CHUNK_ELEMENTS = {"cpu": 1 << 16, "other": 1 << 26}
 """Elements of rows that are worked on at a time."""
 _MOST_CHUNKS = 64
 
