@@ -29,6 +29,6 @@ clean:
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.* csrc/cuda/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel ninja pybind11
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy setuptools wheel ninja pybind11
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	touch $@

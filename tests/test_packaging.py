@@ -177,3 +177,12 @@ def test_kernels_is_no_package():
     """Hugging Face publishes a package of that name; a folder with an `__init__.py` at the root would hide it."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert (ROOT / "ckpt_ext" / "kernels").is_symlink() and os.readlink(ROOT / "ckpt_ext" / "kernels") == "../kernels"
+
+
+def test_transformers_lives_beside_us():
+    """transformers imports a package named `kernels` where it finds one; ours must not be it, from a checkout's root either."""
+    code = "import transformers, ckpt_ext; from transformers import LlamaForCausalLM; import ckpt_ext.kernels.launch"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    for order in (code, code.replace("transformers, ckpt_ext", "ckpt_ext, transformers")):
+        done = subprocess.run([sys.executable, "-c", order], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
