@@ -3,6 +3,8 @@
 from torch import Tensor, nn
 
 from .projections import Dense
+from .spec import BlockSpec
+from .validate import is_floating
 from .weights import NormWeights
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -15,19 +17,21 @@ def dense(name: str, module: nn.Module) -> Dense:
     hook, a weight that is no plain floating-point tensor (sharded, quantised).
     """
     _plain(name, module, nn.Linear)
-    return Dense(*_parameters(name, module))
+    assert isinstance(module, nn.Linear)
+    return Dense(*_parameters(name, module, (module.out_features, module.in_features)))
 
 
-def norm(name: str, module: nn.Module) -> NormWeights:
-    """The scale and shift of `module`, an `nn.RMSNorm` or `nn.LayerNorm` and nothing more; raises like `dense`."""
-    _plain(name, module, nn.RMSNorm, nn.LayerNorm)
-    return NormWeights(*_parameters(name, module))
+def norm(name: str, module: nn.Module, spec: BlockSpec) -> NormWeights:
+    """The scale and shift of `module`, the `nn.RMSNorm` or `nn.LayerNorm` that `spec` asks for and nothing more; raises like `dense`."""
+    _plain(name, module, nn.RMSNorm if spec.norm == "rms" else nn.LayerNorm)
+    if module.eps != spec.norm_eps:
+        raise NotImplementedError(f"{name}.eps must be the spec's norm_eps {spec.norm_eps}, got {module.eps}")
+    return NormWeights(*_parameters(name, module, (spec.dim,)))
 
 
-def _plain(name: str, module: nn.Module, *kinds: type) -> None:
-    if type(module) not in kinds:
-        expected = " or ".join(kind.__name__ for kind in kinds)
-        raise NotImplementedError(f"{name} must be exactly {expected}, got {type(module).__name__}, whose forward would be skipped")
+def _plain(name: str, module: nn.Module, kind: type) -> None:
+    if type(module) is not kind:
+        raise NotImplementedError(f"{name} must be exactly {kind.__name__}, got {type(module).__name__}, whose forward would be skipped")
     for hooks in _HOOKS:
         if getattr(module, hooks):
             raise NotImplementedError(f"{name} must have no hooks, got {hooks.strip('_')}, which would be skipped")
@@ -35,7 +39,7 @@ def _plain(name: str, module: nn.Module, *kinds: type) -> None:
         raise NotImplementedError(f"{name} must keep its class's forward, got one of its own, which would be skipped")
 
 
-def _parameters(name: str, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+def _parameters(name: str, module: nn.Module, shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, Tensor):
         raise NotImplementedError(f"{name}.weight must be a tensor, got {weight}")
@@ -45,6 +49,9 @@ def _parameters(name: str, module: nn.Module) -> tuple[Tensor, Tensor | None]:
         # Fake tensors stand for plain ones; any other subclass (DTensor, quantised) means arithmetic that the engine would skip.
         if type(tensor) not in (nn.Parameter, Tensor) and not type(tensor).__module__.startswith("torch._subclasses."):
             raise NotImplementedError(f"{name}.{part} must be a plain tensor, got {type(tensor).__name__}")
-        if not tensor.is_floating_point():
-            raise NotImplementedError(f"{name}.{part} must be floating-point, got {tensor.dtype}")
+        if not is_floating(tensor):
+            raise NotImplementedError(f"{name}.{part} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
+        expected = shape if part == "weight" else shape[:1]
+        if tensor.shape != expected:
+            raise ValueError(f"{name}.{part} must have shape {list(expected)}, got {list(tensor.shape)}")
     return weight, bias

@@ -36,7 +36,7 @@ from . import attention_half, mlp_half
 from .backends import Backend, NormSpec
 from .call import BlockCall, flat
 from .gradients import GradientSums
-from .guards import differentiable_once, without_autocast
+from .guards import differentiable_once, own, without_autocast
 from .projections import Dense, Projection
 from .rng import Dropout, Site
 from .sites import block_dropout
@@ -77,7 +77,7 @@ class BlockFunction(torch.autograd.Function):
             y, kept = run_block(call, call.layout.bind(tensors), x, cos, sin, state)
         ctx.call = call
         ctx.save_for_backward(x, cos, sin, state, *tensors, *kept)
-        return y
+        return own(y)
 
     @staticmethod
     @differentiable_once
@@ -120,7 +120,7 @@ class AttentionFunction(torch.autograd.Function):
         with without_autocast(q):
             out, lse = backend.attention(q, k, v, causal=causal, scale=scale, dropout=_dropout(state, p))
         ctx.save_for_backward(q, k, v, out, lse, state)
-        return out
+        return own(out)
 
     @staticmethod
     @differentiable_once
@@ -149,7 +149,7 @@ class MlpFunction(torch.autograd.Function):
         with without_autocast(x):
             mlp, internals = _mlp_internals(x, w_gate, w_up, w_down)
             hidden = backend.activation(internals.get("gate"), internals["up"], pointwise(activation), _dropout(state, p))
-            return mlp.down(hidden).view(*x.shape[:-1], -1)
+            return own(mlp.down(hidden).view(*x.shape[:-1], w_down.size(0)))
 
     @staticmethod
     @differentiable_once
@@ -187,7 +187,7 @@ class NormFunction(torch.autograd.Function):
         with without_autocast(x):
             y, stats = backend.norm(x, weight, bias, spec)
         ctx.save_for_backward(x, weight, bias, stats)
-        return y
+        return own(y)
 
     @staticmethod
     @differentiable_once

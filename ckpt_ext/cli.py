@@ -110,6 +110,8 @@ def _run_compare(arguments: argparse.Namespace) -> int:
     try:
         config = Config(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Config)})
         batches = windows(config)
+        if arguments.out is not None:
+            arguments.out.mkdir(parents=True, exist_ok=True)  # said now, not after the training
     except (ValueError, RuntimeError, OSError) as error:
         return _refuse("compare", error)
     with _progress(phases(config)) as progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
@@ -9,7 +10,7 @@ import torch
 
 from .backends import select
 from .spec import BackendName, BlockSpec
-from .validate import one_of, positive_int
+from .validate import number, one_of, positive_int
 
 
 def _option(default: Any, help: str, *choices: str) -> Any:
@@ -46,16 +47,21 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("blocks", "length", "batch", "steps", "warmup"):
             positive_int(name, getattr(self, name))
+        number("lr", self.lr)
         if not self.lr > 0:
             raise ValueError(f"lr must be positive, got {self.lr}")
-        if self.threads < 0:
-            raise ValueError(f"threads must not be negative, got {self.threads}")
+        if not 0 <= self.threads <= (os.cpu_count() or 1):
+            raise ValueError(f"threads must be between 0 and the {os.cpu_count()} of this machine, got {self.threads}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be in [0, 2**63), got {self.seed}")
         one_of("dtype", self.dtype, _choices("dtype"))
         _ = self.spec
         try:
             device = torch.empty(0, device=self.device).device
         except (RuntimeError, AssertionError) as error:  # torch without the device's support asserts
             raise RuntimeError(f"device {self.device!r} must be usable, got: {str(error).splitlines()[0]}") from error
+        if device.type == "meta":
+            raise ValueError("device must hold data, got 'meta'")
         select(self.backend, device)
 
     @property

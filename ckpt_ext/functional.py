@@ -14,7 +14,7 @@ from .rng import Dropout, Site
 from .sites import drops
 from .slicing import slicing
 from .spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, BackendName, BlockSpec, Policy, is_gated
-from .validate import floating, one_of, probability, same_device
+from .validate import computable, instance, number, one_of, probability
 from .weights import BlockWeights
 
 
@@ -32,9 +32,9 @@ def block(
     """
     if x.dim() != 3 or x.size(-1) != spec.dim:
         raise ValueError(f"x must have shape [B, T, {spec.dim}], got {list(x.shape)}")
-    floating("x", x)
+    instance("policy", policy or Policy(), Policy)
     layout, tensors = weights.flatten()
-    same_device("x", x, {f"weight {index}": tensor for index, tensor in enumerate(tensors)})
+    computable("x", x, {f"weight {index}": tensor for index, tensor in enumerate(tensors)})
     policy = policy or Policy()
     call = BlockCall(
         spec, policy.save, select(backend, x.device), layout, _branch_dtype(x),
@@ -62,11 +62,13 @@ def attention(
     """
     _check_attention(q, k, v)
     probability("dropout_p", dropout_p)
+    if scale is not None:
+        number("scale", scale)
     dtype = _branch_dtype(q)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     dropout = _functional_dropout(q, dropout_p)
     state = None if dropout is None else dropout.state
-    scale = q.size(-1) ** -0.5 if scale is None else scale
+    scale = q.size(-1) ** -0.5 if scale is None else float(scale)
     return AttentionFunction.apply(select(backend, q.device), causal, scale, dropout_p, q, k, v, state)
 
 
@@ -84,13 +86,15 @@ def mlp(
     if is_gated(activation) != (w_gate is not None):
         raise ValueError(f"w_gate must be {'given' if is_gated(activation) else 'None'} for activation {activation!r}")
     probability("dropout_p", dropout_p)
-    floating("x", x)
+    computable("x", x, {"w_gate": w_gate, "w_up": w_up, "w_down": w_down})
+    for name, weight in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
+        if weight is not None and (weight.dim() != 2 or 0 in weight.shape):
+            raise ValueError(f"{name} must be a matrix with elements, got shape {list(weight.shape)}")
     for name, weight, width in (("w_gate", w_gate, x.size(-1)), ("w_up", w_up, x.size(-1)), ("w_down", w_down, w_up.size(0))):
-        if weight is not None and (weight.dim() != 2 or weight.size(1) != width):
+        if weight is not None and weight.size(1) != width:
             raise ValueError(f"{name} must have shape [*, {width}], got {list(weight.shape)}")
     if w_gate is not None and w_gate.shape != w_up.shape:
         raise ValueError(f"w_gate must have w_up's shape {list(w_up.shape)}, got {list(w_gate.shape)}")
-    same_device("x", x, {"w_gate": w_gate, "w_up": w_up, "w_down": w_down})
     rows = x.to(_branch_dtype(x))
     dropout = _functional_dropout(x, dropout_p)
     state = None if dropout is None else dropout.state
@@ -108,11 +112,13 @@ def norm(
     Raises ValueError for wrong shapes, dtypes or devices, RuntimeError for a backend that cannot run.
     """
     one_of("kind", kind, ("rms", "layer"))
-    floating("x", x)
+    number("eps", eps)
+    number("offset", offset)
+    instance("weight", weight, Tensor)
+    computable("x", x, {"weight": weight, "bias": bias})
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.shape != x.shape[-1:]:
             raise ValueError(f"{name} must have shape {list(x.shape[-1:])}, got {list(tensor.shape)}")
-    same_device("x", x, {"weight": weight, "bias": bias})
     return NormFunction.apply(select(backend, x.device), NormSpec(kind, eps, offset), x, weight, bias)
 
 
@@ -133,10 +139,10 @@ def _functional_dropout(x: Tensor, p: float) -> Dropout | None:
 
 
 def _check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
+    computable("q", q, {"k": k, "v": v})
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape [B, H, T, D], got {list(tensor.shape)}")
-        floating(name, tensor)
         if tensor.dtype != q.dtype:
             raise ValueError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
     if k.shape != v.shape:
@@ -145,4 +151,3 @@ def _check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k must have q's batch and head size {q.size(0)} and {q.size(3)}, got {list(k.shape)}")
     if k.size(1) == 0 or q.size(1) % k.size(1):
         raise ValueError(f"k must have a number of heads that divides q's {q.size(1)}, got {k.size(1)}")
-    same_device("q", q, {"k": k, "v": v})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from . import adopt, functional, reference, rng, rope
 from .sites import drops
 from .spec import BackendName, BlockSpec, Policy
+from .validate import instance, one_of
 from .weights import BlockWeights
 
 
@@ -36,6 +37,9 @@ class TransformerBlock(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        instance("spec", spec, BlockSpec)
+        instance("policy", policy or Policy(), Policy)
+        one_of("backend", backend, get_args(BackendName))
         self.spec, self.policy, self.backend = spec, policy or Policy(), backend
         where: dict[str, Any] = {"dtype": dtype, "device": device}
         query_width, key_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -57,12 +61,12 @@ class TransformerBlock(nn.Module):
     def weights(self) -> BlockWeights:
         """The parameters in the engine's form; raises NotImplementedError for a child that it could not honour."""
         return BlockWeights(
-            attention_norm=adopt.norm("attention_norm", self.attention_norm),
+            attention_norm=adopt.norm("attention_norm", self.attention_norm, self.spec),
             q=adopt.dense("q_proj", self.q_proj),
             k=adopt.dense("k_proj", self.k_proj),
             v=adopt.dense("v_proj", self.v_proj),
             out=adopt.dense("out_proj", self.out_proj),
-            mlp_norm=adopt.norm("mlp_norm", self.mlp_norm),
+            mlp_norm=adopt.norm("mlp_norm", self.mlp_norm, self.spec),
             gate=None if self.gate_proj is None else adopt.dense("gate_proj", self.gate_proj),
             up=adopt.dense("up_proj", self.up_proj),
             down=adopt.dense("down_proj", self.down_proj),

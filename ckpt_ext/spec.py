@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .validate import one_of, positive_int, probability
+from .validate import number, one_of, positive_int, probability
 
 Norm = Literal["rms", "layer"]
 Save = Literal["input", "attention", "all"]
@@ -72,6 +72,10 @@ class BlockSpec:
         self._default("rope_dim", self.head_dim)
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads={self.heads}, got {self.kv_heads}")
+        number("norm_eps", self.norm_eps)
+        number("norm_offset", self.norm_offset)
+        if self.rope_theta is not None:
+            number("rope_theta", self.rope_theta)
         if self.rope_theta is not None and not self.rope_theta > 0:
             raise ValueError(f"rope_theta must be positive, got {self.rope_theta}")
         if self.rope_dim % 2 or self.rope_dim > self.head_dim:

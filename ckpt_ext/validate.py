@@ -1,5 +1,6 @@
 """Checks of what users pass in, made once at the public edge; each raises `ValueError("{name} must ..., got {value}")`."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
@@ -23,14 +24,37 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
+def number(name: str, value: object) -> None:
+    """Refuse anything but a finite int or float."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+
+
+def instance(name: str, value: object, kind: type) -> None:
+    """Refuse anything but a `kind`."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}")
+
+
+def is_floating(tensor: Tensor) -> bool:
+    """Whether the kernels compute in the tensor's dtype: no integers, complex numbers or 8-bit floats."""
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+
+
 def floating(name: str, tensor: Tensor) -> None:
     """Refuse tensors whose dtype no kernel computes in."""
-    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
+    if not is_floating(tensor):
         raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
 
 
-def same_device(name: str, tensor: Tensor, others: Mapping[str, Tensor | None]) -> None:
-    """Refuse tensors that lie on another device than `tensor`."""
+def computable(name: str, tensor: Tensor, others: Mapping[str, Tensor | None]) -> None:
+    """Refuse tensors whose dtype no kernel computes in, empty rows, and `others` that lie on another device than `tensor`."""
+    floating(name, tensor)
+    if tensor.dim() == 0 or tensor.size(-1) == 0:
+        raise ValueError(f"{name} must have at least one element in a row, got shape {list(tensor.shape)}")
     for other, value in others.items():
-        if value is not None and value.device != tensor.device:
+        if value is None:
+            continue
+        floating(other, value)
+        if value.device != tensor.device:
             raise ValueError(f"{other} must be on {name}'s device {tensor.device}, got {value.device}")

@@ -69,7 +69,6 @@ def launch(kernel, grid: Sequence[int], *args, **constexprs) -> None:
         return
     # Said outright, since Triton 3.10 changes the default, and bits with it.
     constexprs.setdefault("enable_fp_fusion", True)
-    constexprs = {"enable_fp_fusion": True, **constexprs}  # said aloud, since Triton is about to change the default, and bits with it
     if (launches := _recorded.get()) is not None:
         launches.append(Launch(kernel, tuple(grid), args, constexprs))
         return

@@ -130,3 +130,15 @@ def test_a_command_must_be_given(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([])
     assert stop.value.code == 2
+
+
+@pytest.mark.parametrize("extra, message", [
+    (["--out", __file__], "exists"),
+    (["--device", "meta"], "device must hold data"),
+    (["--threads", "100000"], "threads must be between"),
+    (["--seed", "99999999999999999999999"], "seed must be in"),
+    (["--lr", "inf"], "lr must be a finite number"),
+])
+def test_arguments_are_refused_before_any_training(capsys, extra, message):
+    assert cli.main(["compare", "--blocks", "1", "--dim", "16", "--heads", "2", "--length", "8", "--steps", "1", *extra]) == 2
+    assert message in capsys.readouterr().err

@@ -58,6 +58,76 @@ def test_attention_agrees_with_sdpa(causal):
     assert_same(actual, with_gradients(lambda *t: sdpa(*t, is_causal=causal, enable_gqa=True), tensors))
 
 
+STRIDED = {
+    "every other element": lambda t: torch.cat((t, t), -1)[..., ::2],
+    "elements far apart": lambda t: t.mT.contiguous().mT,
+    "elements repeated": lambda t: t[..., :1].expand_as(t),
+    "heads repeated": lambda t: t[:, :1].expand_as(t),
+}
+
+
+@backends
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("view", STRIDED.values(), ids=STRIDED)
+def test_attention_of_any_strides(backend, which, view):
+    tensors = [t.detach() for t in qkv()]
+    tensors[which] = view(tensors[which])
+    dense = [t.contiguous().requires_grad_() for t in tensors]
+    for t in tensors:
+        t.requires_grad_()
+    actual = with_gradients(lambda *t: functional.attention(*t, backend=backend), tensors)
+    assert_same(actual, with_gradients(lambda *t: reference.attention(*t, causal=True), dense))
+
+
+def test_saved_tensors_may_come_back_with_other_strides():
+    tensors = qkv()
+    expected = with_gradients(lambda *t: reference.attention(*t, causal=True), tensors)
+
+    def spread(t):
+        return t.unsqueeze(-1).repeat_interleave(2, -1)
+
+    with torch.autograd.graph.saved_tensors_hooks(spread, lambda t: t[..., 0]):
+        actual = with_gradients(functional.attention, tensors)
+    assert_same(actual, expected)
+
+
+@backends
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_attention_scale_may_be_negative_or_zero(backend, scale):
+    tensors = qkv()
+    actual = with_gradients(lambda *t: functional.attention(*t, scale=scale, backend=backend), tensors)
+    assert_same(actual, with_gradients(lambda *t: reference.attention(*t, causal=True, scale=scale), tensors))
+
+
+@backends
+@pytest.mark.parametrize("function", [
+    lambda x, **options: functional.attention(*(x.view(2, 3, 2, 8).transpose(1, 2),) * 3, **options),
+    lambda x, **options: functional.mlp(x, None, torch.ones(4, 16, dtype=F64), torch.ones(16, 4, dtype=F64), activation="gelu", **options),
+    lambda x, **options: functional.norm(x, torch.ones(16, dtype=F64), **options),
+    lambda x, **options: TransformerBlock(BlockSpec(dim=16, heads=2, hidden_dim=20), dtype=F64, **options)(x),
+], ids=["attention", "mlp", "norm", "block"])
+def test_results_may_be_changed_in_place(backend, function):
+    x = randn(2, 3, 16)
+    y = function(x, backend=backend) if function else None
+    y += 1 if y.dim() == 3 else 0
+    torch.nn.functional.dropout(y, 0.5, inplace=True)
+    if y.dim() == 3:
+        y.sum().backward()
+        assert x.grad.isfinite().all()
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # attention keeps its output
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (0, 2, 8), (2, 0, 8)])
+def test_mlp_and_norm_of_nothing(shape):
+    x, w = torch.zeros(shape, dtype=F64, requires_grad=True), randn(8, 8)
+    for y in (functional.mlp(x, None, w, w, activation="relu"), functional.norm(x, w[0])):
+        assert y.shape == shape
+        y.sum().backward()
+    assert not w.grad.any()
+
+
 @pytest.mark.parametrize("chunk", [1, 40, 300, 1 << 20])
 @pytest.mark.parametrize("causal", [True, False])
 def test_blocked_attention_does_not_depend_on_its_chunks(monkeypatch, chunk, causal):
@@ -234,6 +304,7 @@ def test_attention_refuses():
         ((q, k, v[:, :, 1:]), {}, r"v must have k's shape \[2, 2, 7, 16\], got \[2, 2, 6, 16\]"),
         ((q, k[..., 1:], v[..., 1:]), {}, "k must have q's batch and head size 2 and 16"),
         ((q[:, :3], k, v), {}, "k must have a number of heads that divides q's 3, got 2"),
+        ((q, k, v), {"scale": torch.tensor(0.5)}, "scale must be a finite number"),
         ((q, k, v), {"dropout_p": 2.0}, r"dropout_p must be a probability in \[0, 1\], got 2.0"),
         ((q, k, v), {"backend": "cuda"}, "backend must be one of 'auto', 'triton', 'aten', got 'cuda'"),
         ((q, k.to("meta"), v.to("meta")), {}, "k must be on q's device cpu, got meta"),
@@ -256,6 +327,12 @@ def test_mlp_and_norm_refuse():
         (lambda: functional.norm(x, w_up), r"weight must have shape \[8\], got \[20, 8\]"),
         (lambda: functional.norm(x, x[0], kind="group"), "kind must be one of 'rms', 'layer', got 'group'"),
         (lambda: functional.norm(x.long(), x[0]), "x must be float64"),
+        (lambda: functional.norm(x, x[0].to(torch.complex128)), "weight must be float64.* got torch.complex128"),
+        (lambda: functional.norm(x, None), "weight must be a Tensor, got None"),
+        (lambda: functional.norm(x, x[0], eps="a"), "eps must be a finite number, got 'a'"),
+        (lambda: functional.norm(x[:, :0], x[0, :0]), r"x must have at least one element in a row, got shape \[4, 0\]"),
+        (lambda: functional.mlp(x, None, w_up.long(), w_down, activation="gelu"), "w_up must be float64.* got torch.int64"),
+        (lambda: functional.mlp(x, None, w_up[0, 0], w_down, activation="gelu"), "w_up must be a matrix"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -296,16 +373,45 @@ def patched(block):
     block.down_proj.forward = lambda x: x
 
 
+def another_norm(block):
+    block.mlp_norm = torch.nn.LayerNorm(32)
+
+
+def another_epsilon(block):
+    block.attention_norm.eps = 10.0
+
+
+def eight_bits(block):
+    block.v_proj.to(torch.float8_e4m3fn)
+
+
 def quantised(block):
     block.k_proj.weight = torch.nn.Parameter(torch.zeros(32, 32, dtype=torch.uint8), requires_grad=False)
 
 
 @pytest.mark.parametrize("change, name", [
     (hooked, "up_proj"), (pre_hooked, "q_proj"), (backward_hooked, "mlp_norm"), (replaced, "v_proj"), (parametrized, "out_proj"),
-    (patched, "down_proj"), (quantised, "k_proj"),
+    (patched, "down_proj"), (quantised, "k_proj"), (another_norm, "mlp_norm"), (another_epsilon, "attention_norm.eps"),
+    (eight_bits, "v_proj"),
 ])  # fmt: skip
 def test_a_child_that_does_more_than_multiply_is_refused_by_name(change, name):
     block = TransformerBlock(spec())
     change(block)
     with pytest.raises(NotImplementedError, match=name):
         block(torch.zeros(1, 3, 32))
+
+
+def test_a_weight_of_another_shape_is_refused_by_name():
+    block = TransformerBlock(spec())
+    block.up_proj.weight = torch.nn.Parameter(torch.zeros(47, 32))
+    with pytest.raises(ValueError, match=r"up_proj.weight must have shape \[48, 32\], got \[47, 32\]"):
+        block(torch.zeros(1, 3, 32))
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"policy": "input"}, "policy must be a Policy, got 'input'"),
+    ({"backend": "cuda"}, "backend must be one of 'auto', 'triton', 'aten', got 'cuda'"),
+])
+def test_a_block_refuses_what_is_no_policy_or_backend(options, message):
+    with pytest.raises(ValueError, match=message):
+        TransformerBlock(spec(), **options)

@@ -103,3 +103,13 @@ def test_functions_follow_autocast():
     assert out.dtype == y.dtype == BF16
     (out.sum() + y.sum()).backward()
     assert q.grad.dtype == x.grad.dtype == w.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype, other", [(BF16, torch.float16), (torch.float16, BF16)])
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+def test_output_keeps_the_streams_dtype_under_autocast_to_another(backend, dtype, other):
+    module = TransformerBlock(SPEC, backend=backend)
+    with torch.autocast("cpu", dtype=other):
+        y = module(stream(dtype))
+    assert y.dtype == dtype
+    y.sum().backward()

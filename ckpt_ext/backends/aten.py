@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import rng
 from ..rng import Dropout
 from . import NormSpec
-from .aten_attention import attention, attention_backward
+from .aten_attention import attention, attention_backward, wide_dtype
 
 __all__ = [
     "activation", "activation_backward", "attention", "attention_backward", "dropout", "dropout_add", "name", "norm", "norm_backward",
@@ -27,18 +27,14 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 16, "other": 1 << 26}
 _MOST_CHUNKS = 64
 
 
-def _wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _wide(x: Tensor) -> Tensor:
-    return x.to(_wide_dtype(x))
+    return x.to(wide_dtype(x))
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor]:
     rows = x.reshape(-1, x.size(-1))
     y = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    wide = _wide_dtype(x)
+    wide = wide_dtype(x)
     stats = rows.new_empty(rows.size(0), 2 if spec.kind == "layer" else 1, dtype=wide)
     scale, shift = _scale(weight, spec, wide), None if bias is None else bias.to(wide)
     for span in _spans(rows):
@@ -63,7 +59,7 @@ def norm_backward(
     # RMSNorm, with g = grad * weight and x^ = x * rstd:  dx = rstd * (g - x^ * mean(g * x^)),  dweight = sum(grad * x^).
     rows, grad_rows = (t.reshape(-1, x.size(-1)) for t in (x, grad))
     grad_x = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    wide = _wide_dtype(x)
+    wide = wide_dtype(x)
     scale, shift = _scale(weight, spec, wide), None if bias is None else bias.to(wide)
     grad_weight = torch.zeros_like(scale) if params else None
     grad_bias = torch.zeros_like(shift) if params and shift is not None else None
@@ -188,4 +184,4 @@ def dropout(x: Tensor, dropout: Dropout) -> Tensor:
 
 
 def dropout_add(x: Tensor, residual: Tensor, dropout: Dropout | None) -> Tensor:
-    return residual + (x if dropout is None else rng.dropout(x, dropout))
+    return (residual + (x if dropout is None else rng.dropout(x, dropout))).to(residual.dtype)

@@ -22,7 +22,8 @@ _CHUNK_ELEMENTS = 1 << 20
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor]:
-    if _fused_fits(q, k, dropout):
+    if _fused_fits(q, k, scale, dropout):
+        q, k, v = map(_dense_heads, (q, k, v))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return _blocked(q, k, v, causal, scale, dropout)
 
@@ -30,15 +31,22 @@ def attention(
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _fused_fits(q, k, dropout):
+    if _fused_fits(q, k, scale, dropout):
+        grad, q, k, v, out = map(_dense_heads, (grad, q, k, v, out))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
     return _blocked_backward(grad, q, k, v, out, lse, causal, scale, dropout)
 
 
-def _fused_fits(q: Tensor, k: Tensor, dropout: Dropout | None) -> bool:
-    return q.device.type == "cpu" and dropout is None and q.numel() > 0 and k.numel() > 0
+def _fused_fits(q: Tensor, k: Tensor, scale: float, dropout: Dropout | None) -> bool:
+    # The kernel masks by -inf before it scales, so it is right for positive scales only.
+    return q.device.type == "cpu" and dropout is None and scale > 0 and q.numel() > 0 and k.numel() > 0
+
+
+def _dense_heads(x: Tensor) -> Tensor:
+    """x with each head's elements side by side, which the fused kernels take for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _Chunk(NamedTuple):
@@ -81,7 +89,8 @@ def _scores(chunk: _Chunk, q_rows: Tensor, k_wide: Tensor, causal: bool, scale: 
     return scores
 
 
-def _wide_dtype(x: Tensor) -> torch.dtype:
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """What sums, softmax and statistics are computed in: float32, or float64 for float64 tensors."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -92,7 +101,7 @@ def _by_length(x: Tensor) -> Tensor:
 
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
-    wide, kv_heads = _wide_dtype(q), k.size(1)
+    wide, kv_heads = wide_dtype(q), k.size(1)
     k_wide, v_wide = (t.to(wide).flatten(0, 1) for t in (k, v))
     out = _by_length(q)
     lse = q.new_empty(q.shape[:3], dtype=wide)
@@ -111,7 +120,7 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropou
 def _blocked_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide, kv_heads = _wide_dtype(q), k.size(1)
+    wide, kv_heads = wide_dtype(q), k.size(1)
     k_wide, v_wide = (t.to(wide).flatten(0, 1) for t in (k, v))
     grad_q = _by_length(q)
     grad_k, grad_v = torch.zeros_like(k_wide), torch.zeros_like(v_wide)
