@@ -184,7 +184,7 @@ def test_difference():
         ({"blocks": 0}, "blocks must be a positive int, got 0"),
         ({"steps": -1}, "steps must be a positive int, got -1"),
         ({"lr": 0.0}, "lr must be positive, got 0.0"),
-        ({"threads": -1}, "threads must not be negative, got -1"),
+        ({"threads": -1}, "threads must be between 0 and the .* of this machine, got -1"),
         ({"heads": 3}, "dim must be a multiple of heads=3"),
         ({"mlp_dropout": 1.5}, "mlp_dropout must be a probability"),
         ({"dtype": "float8"}, "dtype must be one of"),
