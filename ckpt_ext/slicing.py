@@ -14,8 +14,9 @@ import torch
 
 from .spec import BlockSpec
 
-# A matrix product of fewer rows is slower by the row. On a CPU the library packs the weight again for every slice: 128 rows cost a tenth
-# of the time of a block, 512 a few hundredths. A GPU needs enough tiles for all its multiprocessors.
+# A matrix product of fewer rows is slower by the row. On a 2-core CPU, at dim 512 and 1024 tokens, a step took 5 % longer in slices of 512
+# rows than in one, 11 % in slices of 256 and 30 % in slices of 128. The figure for a GPU, which needs tiles for all its multiprocessors, is
+# chosen and not measured.
 _LEAST_ROWS = {"cpu": 512, "other": 2048}
 _HEAD_GROUPS = 4
 
