@@ -4,6 +4,8 @@
 
 from . import functional as functional
 from . import rng as rng
+from .masks import AttentionMask as AttentionMask
+from .masks import attention_mask as attention_mask
 from .modules import EagerBlock as EagerBlock
 from .modules import TransformerBlock as TransformerBlock
 from .spec import BlockSpec as BlockSpec

@@ -21,12 +21,12 @@ def dense(name: str, module: nn.Module) -> Dense:
     return Dense(*_parameters(name, module, (module.out_features, module.in_features)))
 
 
-def norm(name: str, module: nn.Module, spec: BlockSpec) -> NormWeights:
-    """The scale and shift of `module`, the `nn.RMSNorm` or `nn.LayerNorm` that `spec` asks for and nothing more; raises like `dense`."""
+def norm(name: str, module: nn.Module, spec: BlockSpec, width: int) -> NormWeights:
+    """The scale and shift, `width` wide, of `module`, the `nn.RMSNorm` or `nn.LayerNorm` that `spec` asks for and nothing more; raises like `dense`."""
     _plain(name, module, nn.RMSNorm if spec.norm == "rms" else nn.LayerNorm)
     if module.eps != spec.norm_eps:
         raise NotImplementedError(f"{name}.eps must be the spec's norm_eps {spec.norm_eps}, got {module.eps}")
-    return NormWeights(*_parameters(name, module, (spec.dim,)))
+    return NormWeights(*_parameters(name, module, (width,)))
 
 
 def _plain(name: str, module: nn.Module, kind: type) -> None:

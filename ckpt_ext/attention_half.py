@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .call import BlockCall, flat
+from .call import BlockCall, Shared, flat
 from .gradients import Gradients, in_dtype_of
 from .projections import Projection
-from .rng import Dropout
-from .sites import BlockDropout
+from .scoring import Scoring
 from .slicing import spans
-from .weights import BlockWeights
+from .spec import BlockSpec
+from .weights import BlockWeights, NormWeights
 
-INTERNALS = ("normed", "stats", "q", "k", "v", "out", "lse")
-"""What lies between x and mid: the normed rows and their statistics, rotated q, k and v, the attention output and its log-sum-exp."""
-
-PARTS = ("attention_norm", "q", "k", "v", "out")
+PARTS = ("attention_norm", "q", "k", "v", "q_norm", "k_norm", "sinks", "out")
 """The parameters of this half."""
 
-Table = tuple[Tensor, Tensor] | None
-"""Cosines and sines of the rotary embedding."""
+_BEFORE_OUT = PARTS[:-1]
+
+
+def internals_of(spec: BlockSpec) -> tuple[str, ...]:
+    """What lies between x and mid: the normed rows and their statistics, q, k and v as attention takes them, its output and its
+    log-sum-exp; where queries and keys have a norm, also what goes into that and the statistics of its rows."""
+    normed = ("raw_q", "raw_k", "q_stats", "k_stats") if spec.qk_norm else ()
+    return ("normed", "stats", *normed, "q", "k", "v", "out", "lse")
 
 
 def forward(
-    call: BlockCall, weights: BlockWeights, x: Tensor, table: Table, dropout: BlockDropout, kept: Mapping[str, Tensor]
+    call: BlockCall, weights: BlockWeights, x: Tensor, shared: Shared, kept: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`mid`, contiguous, and the internals by name; the normed rows, which are cheap to make again, only for save="all".
 
@@ -35,42 +37,55 @@ def forward(
     """
     normed, stats = _normed(call, weights, x)
     internals = {"normed": normed, "stats": stats} if call.save == "all" else {"stats": stats}
-    q, k, v = _heads(call, weights.q(normed), x), _heads(call, weights.k(normed), x), _heads(call, weights.v(normed), x)
+    rows = {"q": weights.q(normed), "k": weights.k(normed), "v": weights.v(normed)}
     del normed
-    if table is not None:
-        q = call.backend.rotate(q, *table)
-        k = call.backend.rotate(k, *table)
+    if call.spec.qk_norm:
+        for name, norm in (("q", weights.q_norm), ("k", weights.k_norm)):
+            assert norm is not None
+            internals[f"raw_{name}"] = raw = rows[name]
+            normed_rows, internals[f"{name}_stats"] = call.backend.norm(_norm_rows(call.spec, raw), *norm, call.norm)
+            rows[name] = normed_rows.view(raw.shape)
+    q, k, v = (_heads(call, rows.pop(name), x) for name in "qkv")
+    if shared.table is not None:
+        q = call.backend.rotate(q, *shared.table)
+        k = call.backend.rotate(k, *shared.table)
     if "out" in kept:
         out, lse = kept["out"], kept["lse"]
     else:
-        out, lse = call.backend.attention(q, k, v, causal=call.spec.causal, scale=call.scale, dropout=dropout.attention)
+        out, lse = call.backend.attention(q, k, v, call.scoring(weights, x, shared))
     branch = weights.out(_rows(out)).view(x.shape)
-    mid = call.backend.dropout_add(branch, x, dropout.attention_residual).contiguous()
+    mid = call.backend.dropout_add(branch, x, shared.dropout(call.spec).attention_residual).contiguous()
     return mid, internals | {"q": q, "k": k, "v": v, "out": out, "lse": lse}
 
 
 def backward(
     call: BlockCall, weights: BlockWeights, needs: Mapping[str, Sequence[bool]], needs_x: bool, grad_mid: Tensor, x: Tensor,
-    internals: dict[str, Tensor], table: Table, dropout: BlockDropout,
+    internals: dict[str, Tensor], shared: Shared,
 ) -> tuple[Tensor | None, Gradients]:  # fmt: skip
     """Gradients of x (None unless `needs_x`) and of this half's parameters. Empties `internals` as it goes."""
     grads: Gradients = {}
     grad_branch = grad_mid
-    if dropout.attention_residual is not None:
-        grad_branch = call.backend.dropout(grad_mid, dropout.attention_residual)
+    dropout = shared.dropout(call.spec).attention_residual
+    if dropout is not None:
+        grad_branch = call.backend.dropout(grad_mid, dropout)
     grad_branch = flat(grad_branch).to(call.dtype)
     grads["out"] = weights.out.grad_tensors(grad_branch, _rows(internals["out"]), needs["out"])
-    if needs_x or any(any(needs[part]) for part in ("attention_norm", "q", "k", "v")):
+    if needs_x or any(any(needs.get(part, ())) for part in _BEFORE_OUT):
         grad_out = _heads(call, weights.out.grad_input(grad_branch), x)
         del grad_branch
-        head_grads = dict(zip("qkv", _through_attention(call, grad_out, internals, table, dropout.attention), strict=True))
+        rows, grad_sinks = _through_attention(call, grad_out, internals, call.scoring(weights, x, shared), shared)
+        if grad_sinks is not None:
+            grads["sinks"] = [grad_sinks if needs["sinks"][0] else None]
         del grad_out
         stats = internals.pop("stats")
         normed = internals.pop("normed") if "normed" in internals else _normed(call, weights, x)[0]
         grad_normed = None
         for part in "qkv":
             projection: Projection = getattr(weights, part)
-            grad = _rows(head_grads.pop(part))
+            grad = rows.pop(part)
+            if f"raw_{part}" in internals:
+                norm = f"{part}_norm"
+                grad, grads[norm] = _through_qk_norm(call, grad, part, getattr(weights, norm), needs[norm], internals)
             grads[part] = projection.grad_tensors(grad, normed, needs[part])
             if needs_x or any(needs["attention_norm"]):
                 grad_normed = projection.grad_input(grad, into=grad_normed)
@@ -86,39 +101,55 @@ def backward(
 
 
 def _through_attention(
-    call: BlockCall, grad_out: Tensor, internals: dict[str, Tensor], table: Table, dropout: Dropout | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v before their rotation, by groups of heads.
+    call: BlockCall, grad_out: Tensor, internals: dict[str, Tensor], scoring: Scoring, shared: Shared
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Gradients of q, k and v before their rotation, as rows `[N, heads * D]` by name, and of the sinks; by groups of heads.
 
     They take the places of q, k and v, which are of no further use, but where those are saved tensors.
     """
     q, k, v, out, lse = (internals.pop(name) for name in ("q", "k", "v", "out", "lse"))
     results = [torch.empty_like(t) for t in (q, k, v)] if call.save == "all" else [q, k, v]
-    for heads, kv_heads, group_dropout in _groups(call, q, dropout):
-        grads = call.backend.attention_backward(
+    grad_sinks: list[Tensor | None] = []
+    for heads, kv_heads in _groups(call):
+        *grads, group_sinks = call.backend.attention_backward(
             grad_out[:, heads], q[:, heads], k[:, kv_heads], v[:, kv_heads], out[:, heads], lse[:, heads],
-            causal=call.spec.causal, scale=call.scale, dropout=group_dropout,
+            scoring.of_heads(heads, call.spec.heads, q.size(2)),
         )  # fmt: skip
+        grad_sinks.append(group_sinks)
         for result, grad, place, turned in zip(results, grads, (heads, kv_heads, kv_heads), (True, True, False), strict=True):
-            if turned and table is not None:
-                grad = call.backend.rotate(grad, *table, inverse=True)
+            if turned and shared.table is not None:
+                grad = call.backend.rotate(grad, *shared.table, inverse=True)
             result[:, place] = grad
-    grad_q, grad_k, grad_v = results
-    return grad_q, grad_k, grad_v
+    rows = {name: _rows(result) for name, result in zip("qkv", results, strict=True)}
+    return rows, None if scoring.sinks is None else torch.cat([grad for grad in grad_sinks if grad is not None])
 
 
-def _groups(call: BlockCall, q: Tensor, dropout: Dropout | None) -> Iterator[tuple[slice, slice, Dropout | None]]:
-    """Query heads, their key heads, and the dropout of their rows of the mask."""
-    spec, length = call.spec, q.size(2)
+def _groups(call: BlockCall) -> Iterator[tuple[slice, slice]]:
+    """Query heads and their key heads."""
+    spec = call.spec
     for kv_heads in spans(spec.kv_heads, spec.kv_heads // call.slicing.head_groups):
-        heads = slice(*(bound * (spec.heads // spec.kv_heads) for bound in (kv_heads.start, kv_heads.stop)))
-        part = None if dropout is None else replace(dropout.rows_from(heads.start * length), batch_rows=spec.heads * length)
-        yield heads, kv_heads, part
+        yield slice(*(bound * (spec.heads // spec.kv_heads) for bound in (kv_heads.start, kv_heads.stop))), kv_heads
+
+
+def _through_qk_norm(
+    call: BlockCall, grad: Tensor, part: str, norm: NormWeights, needs: Sequence[bool], internals: dict[str, Tensor]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Gradient of the rows of q or k before their norm, given that after it, and of the norm's tensors."""
+    raw, stats = internals.pop(f"raw_{part}"), internals.pop(f"{part}_stats")
+    grad_raw, *grad_params = call.backend.norm_backward(
+        _norm_rows(call.spec, grad), _norm_rows(call.spec, raw), *norm, stats, call.norm, params=any(needs)
+    )
+    return grad_raw.view(raw.shape), [g if need else None for g, need in zip(grad_params, needs, strict=True)]
 
 
 def _normed(call: BlockCall, weights: BlockWeights, x: Tensor) -> tuple[Tensor, Tensor]:
     normed, stats = call.backend.norm(flat(x), *weights.attention_norm, call.norm)
     return normed.to(call.dtype), stats
+
+
+def _norm_rows(spec: BlockSpec, rows: Tensor) -> Tensor:
+    """Rows `[N, heads * D]` as the rows that `spec.qk_norm` normalises."""
+    return rows.view(-1, spec.head_dim) if spec.qk_norm == "head" else rows
 
 
 def _heads(call: BlockCall, rows: Tensor, x: Tensor) -> Tensor:

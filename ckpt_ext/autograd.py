@@ -19,7 +19,10 @@ What `BlockFunction` keeps:
     P, scores         heads * T * itemsize               made again inside the attention's backward kernel
     down(hidden)      dim * itemsize                     never needed again
     parameters        -                                  saved as inputs of the Function, not copied
+    q, k before       (heads + kv_heads) * head_dim      recomputed     recomputed    saved
+      a norm of them  * itemsize, statistics
     cos, sin          rope_dim * 4                       saved, one table for all blocks
+    mask              8 (segments), heads * T (dense)    saved, one for all blocks
 
 itemsize is that of the branches; the log-sum-exp and the statistics are float32 (float64 in a float64 block). The three modes run the same
 operations on the same values, so their gradients are equal bit for bit.
@@ -27,6 +30,7 @@ operations on the same values, so their gradients are equal bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,103 +38,120 @@ from torch import Tensor
 
 from . import attention_half, mlp_half
 from .backends import Backend, NormSpec
-from .call import BlockCall, flat
+from .call import BlockCall, Shared, flat
 from .gradients import GradientSums
 from .guards import differentiable_once, own, without_autocast
+from .masks import AttentionMask, full_mask
 from .projections import Dense, Projection
 from .rng import Dropout, Site
-from .sites import block_dropout
+from .scoring import Scoring
 from .spec import pointwise
 from .weights import BlockWeights
 
 
-def run_block(
-    call: BlockCall, weights: BlockWeights, x: Tensor, cos: Tensor | None, sin: Tensor | None, state: Tensor | None
-) -> tuple[Tensor, list[Tensor]]:
+def run_block(call: BlockCall, weights: BlockWeights, x: Tensor, shared: Shared) -> tuple[Tensor, list[Tensor]]:
     """The block's output, and what `call.save` keeps besides the inputs: internals of the attention half, then the rest for "all"."""
-    table = None if cos is None or sin is None else (cos, sin)
-    dropout = block_dropout(call.spec, state)
-    mid, internals = attention_half.forward(call, weights, x, table, dropout, kept={})
+    mid, internals = attention_half.forward(call, weights, x, shared, kept={})
     # What backward rebuilds is dropped before the MLP half makes its own.
-    kept = list(map(internals.__getitem__, _KEPT[call.save]))
+    kept = list(map(internals.__getitem__, _kept_names(call)))
     del internals
-    y, slices = mlp_half.forward(call, weights, mid, dropout)
+    y, slices = mlp_half.forward(call, weights, mid, shared.dropout(call.spec))
     if call.save == "all":
         kept += [mid, *(tensor for internals in slices for tensor in internals.values())]
     return y, kept
 
 
-_KEPT = {"input": (), "attention": ("out", "lse"), "all": attention_half.INTERNALS}
-"""Which internals of the attention half are kept."""
+def _kept_names(call: BlockCall) -> tuple[str, ...]:
+    """Which internals of the attention half are kept."""
+    return {"input": (), "attention": ("out", "lse"), "all": attention_half.internals_of(call.spec)}[call.save]
+
+
+_SHARED = len(Shared._fields)
 
 
 class BlockFunction(torch.autograd.Function):
-    """`y = apply(call, x, cos, sin, state, *tensors)`; `call.layout` tells what the parameters `tensors` are.
+    """`y = apply(call, x, *shared, *tensors)`; `call.layout` tells what the parameters `tensors` are.
 
     Every parameter is an input, so its gradient is returned, once; a change in place between forward and backward is detected; and y
     requires grad when any of them does. Double backward raises RuntimeError.
     """
 
     @staticmethod
-    def forward(ctx, call: BlockCall, x: Tensor, cos, sin, state, *tensors) -> Tensor:
+    def forward(ctx, call: BlockCall, x: Tensor, *inputs) -> Tensor:
+        shared, tensors = Shared(*inputs[:_SHARED]), inputs[_SHARED:]
         with without_autocast(x):
-            y, kept = run_block(call, call.layout.bind(tensors), x, cos, sin, state)
+            y, kept = run_block(call, call.layout.bind(tensors), x, shared)
         ctx.call = call
-        ctx.save_for_backward(x, cos, sin, state, *tensors, *kept)
+        ctx.save_for_backward(x, *inputs, *kept)
         return own(y)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad_y: Tensor):
         call: BlockCall = ctx.call
-        _, needs_x, _, _, _, *needs_tensors = ctx.needs_input_grad
-        x, cos, sin, state, *rest = ctx.saved_tensors
-        tensors, kept = rest[: len(needs_tensors)], rest[len(needs_tensors) :]
+        _, needs_x, *needs_inputs = ctx.needs_input_grad
+        x, *rest = ctx.saved_tensors
+        inputs, kept = rest[: len(needs_inputs)], rest[len(needs_inputs) :]
         del rest
+        shared, tensors, needs_tensors = Shared(*inputs[:_SHARED]), inputs[_SHARED:], needs_inputs[_SHARED:]
         weights, needs = call.layout.bind(tensors), call.layout.split(needs_tensors)
-        needs_mid = needs_x or any(any(needs[part]) for part in attention_half.PARTS)
-        table = None if cos is None else (cos, sin)
-        dropout = block_dropout(call.spec, state)
+        needs_mid = needs_x or any(any(needs.get(part, ())) for part in attention_half.PARTS)
 
         with without_autocast(x):
-            internals = dict(zip(_KEPT[call.save], kept, strict=False))
+            internals = dict(zip(_kept_names(call), kept, strict=False))
             slices: list[dict[str, Tensor]] = []
             if call.save == "all":
                 mid, *kept = kept[len(internals) :]
                 slices = mlp_half.unpack(kept, gated=weights.gate is not None)
             else:
-                mid, internals = attention_half.forward(call, weights, x, table, dropout, kept=internals)
-            grad_mid, grads = mlp_half.backward(call, weights, needs, needs_mid, grad_y, mid, slices, dropout)
+                mid, internals = attention_half.forward(call, weights, x, shared, kept=internals)
+            grad_mid, grads = mlp_half.backward(call, weights, needs, needs_mid, grad_y, mid, slices, shared.dropout(call.spec))
             del mid
             grad_x = None
             if grad_mid is not None:
                 grad_x, attention_grads = attention_half.backward(
-                    call, weights, needs, needs_x, grad_mid, x, internals, table, dropout
+                    call, weights, needs, needs_x, grad_mid, x, internals, shared
                 )
                 grads |= attention_grads
-        return None, grad_x, None, None, None, *call.layout.join(grads)
+        return None, grad_x, *[None] * _SHARED, *call.layout.join(grads)
+
+
+class AttentionCall(NamedTuple):
+    """The static arguments of an attention."""
+
+    backend: Backend
+    causal: bool
+    window: int | None
+    scale: float
+    softcap: float | None
+    p: float
+
+    def scoring(self, q: Tensor, k: Tensor, sinks: Tensor | None, state: Tensor | None, mask: Sequence[Tensor | None]) -> Scoring:
+        """How scores become weights, with `mask` the fields of an `AttentionMask`."""
+        shape = (*q.shape[:3], k.size(2))
+        whole = full_mask(AttentionMask(*mask), causal=self.causal, window=self.window, shape=shape, device=q.device)
+        return Scoring(whole, self.scale, self.softcap, sinks, _dropout(state, self.p))
 
 
 class AttentionFunction(torch.autograd.Function):
-    """`out = apply(backend, causal, scale, p, q, k, v, state)`; keeps q, k, v, out and the log-sum-exp (arXiv:2307.08691)."""
+    """`out = apply(call, q, k, v, sinks, state, *mask data)`; keeps q, k, v, out and the log-sum-exp (arXiv:2307.08691)."""
 
     @staticmethod
-    def forward(ctx, backend: Backend, causal: bool, scale: float, p: float, q: Tensor, k: Tensor, v: Tensor, state) -> Tensor:
-        ctx.backend, ctx.causal, ctx.scale, ctx.p = backend, causal, scale, p
+    def forward(ctx, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks, state, *mask) -> Tensor:
+        ctx.call = call
         with without_autocast(q):
-            out, lse = backend.attention(q, k, v, causal=causal, scale=scale, dropout=_dropout(state, p))
-        ctx.save_for_backward(q, k, v, out, lse, state)
+            out, lse = call.backend.attention(q, k, v, call.scoring(q, k, sinks, state, mask))
+        ctx.save_for_backward(q, k, v, out, lse, sinks, state, *mask)
         return own(out)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad_out: Tensor):
-        q, k, v, out, lse, state = ctx.saved_tensors
+        q, k, v, out, lse, sinks, state, *mask = ctx.saved_tensors
+        call: AttentionCall = ctx.call
         with without_autocast(q):
-            grads = ctx.backend.attention_backward(
-                grad_out, q, k, v, out, lse, causal=ctx.causal, scale=ctx.scale, dropout=_dropout(state, ctx.p)
-            )
-        return None, None, None, None, *grads, None
+            *grads, grad_sinks = call.backend.attention_backward(grad_out, q, k, v, out, lse, call.scoring(q, k, sinks, state, mask))
+        return None, *grads, None if grad_sinks is None else grad_sinks.to(sinks.dtype), None, *[None] * len(mask)
 
 
 class _Mlp(NamedTuple):

@@ -1,22 +1,51 @@
-"""One call of a block: everything static about it, and what its two halves share."""
+"""One call of a block: everything static about it, the tensors that all blocks share, and what its two halves share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .backends import Backend, NormSpec
+from .masks import AttentionMask, full_mask
+from .scoring import Scoring
+from .sites import BlockDropout, block_dropout
 from .slicing import Slicing
 from .spec import BlockSpec, Save
-from .weights import Layout, NormWeights
+from .weights import BlockWeights, Layout, NormWeights
 
 
 def flat(x: Tensor) -> Tensor:
     """`[B, T, C]` as rows `[B * T, C]`."""
     return x.reshape(-1, x.size(-1))
+
+
+class Shared(NamedTuple):
+    """Inputs of a call that get no gradient: one object for all blocks of a model, but for the RNG state."""
+
+    cos: Tensor | None
+    sin: Tensor | None
+    state: Tensor | None
+    query_segments: Tensor | None = None
+    key_segments: Tensor | None = None
+    dense: Tensor | None = None
+
+    @property
+    def table(self) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of the rotary embedding."""
+        return None if self.cos is None or self.sin is None else (self.cos, self.sin)
+
+    @property
+    def mask(self) -> AttentionMask:
+        """What of the mask is data."""
+        return AttentionMask(self.query_segments, self.key_segments, self.dense)
+
+    def dropout(self, spec: BlockSpec) -> BlockDropout:
+        """The dropout of each site of the block."""
+        return block_dropout(spec, self.state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +62,18 @@ class BlockCall:
 
     @property
     def norm(self) -> NormSpec:
-        """The norm of both halves."""
+        """Every norm of the block."""
         return NormSpec(self.spec.norm, self.spec.norm_eps, self.spec.norm_offset)
 
-    @property
-    def scale(self) -> float:
-        """What attention scores are multiplied by."""
-        return self.spec.head_dim**-0.5
+    def scoring(self, weights: BlockWeights, x: Tensor, shared: Shared) -> Scoring:
+        """How this call's attention scores become weights."""
+        spec = self.spec
+        batch, length, _ = x.shape
+        mask = full_mask(
+            shared.mask, causal=spec.causal, window=spec.window, shape=(batch, spec.heads, length, length), device=x.device
+        )
+        sinks = None if weights.sinks is None else weights.sinks.logits
+        return Scoring(mask, spec.scale, spec.softcap, sinks, shared.dropout(spec).attention)
 
     def through_norm(
         self, grad: Tensor | None, x: Tensor, weights: NormWeights, stats: Tensor, needs: Sequence[bool], *, onto: Tensor | None
@@ -53,3 +87,4 @@ class BlockCall:
         grad_x, *grad_params = self.backend.norm_backward(grad, x, *weights, stats, self.norm, params=any(needs))
         needed = [g if need else None for g, need in zip(grad_params, needs, strict=True)]
         return (None if onto is None else grad_x.add_(onto)), needed
+

@@ -6,27 +6,29 @@ import torch
 from torch import Tensor
 
 from . import rng, rope
-from .autograd import AttentionFunction, BlockFunction, MlpFunction, NormFunction, run_block
+from .autograd import AttentionCall, AttentionFunction, BlockFunction, MlpFunction, NormFunction, run_block
 from .backends import NormSpec, select
-from .call import BlockCall
+from .call import BlockCall, Shared
 from .guards import without_autocast
+from .masks import AttentionMask, attention_mask, full_mask
 from .rng import Dropout, Site
 from .sites import drops
 from .slicing import slicing
 from .spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, BackendName, BlockSpec, Policy, is_gated
-from .validate import computable, instance, number, one_of, probability
+from .validate import bound, computable, instance, number, one_of, probability, window_size
 from .weights import BlockWeights
 
 
 def block(
-    x: Tensor, weights: BlockWeights, spec: BlockSpec, *,
+    x: Tensor, weights: BlockWeights, spec: BlockSpec, *, mask: AttentionMask | None = None,
     policy: Policy | None = None, backend: BackendName = "auto", training: bool = False,
 ) -> Tensor:
     """A transformer block on `x [B, T, dim]` (float64, float32, bfloat16 or float16); y has x's shape and dtype.
 
     Between forward and backward it keeps what `policy` says, x alone by default. Dropout of `spec` is drawn where `training`, from state
     reserved in the default generator of x's device. Under autocast the branches compute in autocast's dtype and the residual stream in x's.
-    Weights may have another dtype than x; each gradient has its tensor's.
+    Weights may have another dtype than x; each gradient has its tensor's. `mask`, from `attention_mask`, adds documents, padding or a dense
+    mask to the spec's causality and window.
 
     Raises ValueError for a wrong shape, dtype or device, and RuntimeError for a backend that cannot run.
     """
@@ -40,36 +42,61 @@ def block(
         spec, policy.save, select(backend, x.device), layout, _branch_dtype(x),
         slicing(spec, x.size(0) * x.size(1), x.device, policy.slices),
     )  # fmt: skip
-    cos, sin = rope.table(spec, x.size(1), call.dtype, x.device)
+    full_mask(mask, causal=spec.causal, window=spec.window, shape=(x.size(0), spec.heads, x.size(1), x.size(1)), device=x.device)
     state = rng.reserve(x.device) if training and drops(spec) else None
+    shared = Shared(*rope.table(spec, x.size(1), call.dtype, x.device), state, *(mask or AttentionMask()))
     if _differentiated(x, *tensors):
-        return BlockFunction.apply(call, x, cos, sin, state, *tensors)
+        return BlockFunction.apply(call, x, *shared, *tensors)
     with without_autocast(x):
-        return run_block(call, weights, x, cos, sin, state)[0]
+        return run_block(call, weights, x, shared)[0]
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *,
-    causal: bool = True, scale: float | None = None, dropout_p: float = 0.0, backend: BackendName = "auto",
-) -> Tensor:
-    """`drop(softmax(q k^T * scale)) v` for `q [B, H, Tq, D]`, `k` and `v [B, KV, Tk, D]` with `H % KV == 0`; `[B, H, Tq, D]` in q's dtype.
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None, key_mask: Tensor | None = None,
+    mask: Tensor | AttentionMask | None = None, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, backend: BackendName = "auto",
+) -> Tensor:  # fmt: skip
+    """`drop(softmax(mask(cap(q k^T * scale)))) v` for `q [B, H, Tq, D]`, `k` and `v [B, KV, Tk, D]`, KV a divisor of H.
 
-    Query i sees keys j <= i where `causal`, also if Tq != Tk, as in `scaled_dot_product_attention`. `scale` defaults to `D ** -0.5`.
-    Keeps q, k, v, the output and its log-sum-exp for backward (arXiv:2307.08691). `dropout_p` is applied whenever it is above zero.
-    Under autocast it computes in autocast's dtype.
+    The result is `[B, H, Tq, D]` in q's dtype. Keeps q, k, v, the output and its log-sum-exp for backward (arXiv:2307.08691). Under autocast it computes in autocast's dtype.
 
-    Raises ValueError for wrong shapes, dtypes, devices or probabilities, RuntimeError for a backend that cannot run.
+    Args:
+        causal: query i sees keys j <= i, also if Tq != Tk, as in `scaled_dot_product_attention`.
+        window: query i sees keys with |i - j| < window.
+        segment_ids, cu_seqlens, key_mask, mask: documents, padding or a dense mask, see `attention_mask`; or, as `mask`, what that returns.
+        scale: defaults to `D ** -0.5`.
+        softcap: scores s become `softcap * tanh(s / softcap)` before the mask (arXiv:2408.00118).
+        sinks: `[H]`, a logit per head that takes part in the softmax's sum and has no value (arXiv:2309.17453); differentiable.
+        dropout_p: applied whenever it is above zero.
+
+    A query that sees no key gets zeros. Raises ValueError for wrong shapes, dtypes, devices or probabilities, NotImplementedError for an
+    additive mask, RuntimeError for a backend that cannot run.
     """
     _check_attention(q, k, v)
     probability("dropout_p", dropout_p)
+    window_size("window", window)
+    bound("softcap", softcap)
     if scale is not None:
         number("scale", scale)
+    if sinks is not None:
+        computable("q", q, {"sinks": sinks})
+        if sinks.shape != q.shape[1:2]:
+            raise ValueError(f"sinks must have shape [{q.size(1)}], got {list(sinks.shape)}")
+    if isinstance(mask, AttentionMask):
+        if not (segment_ids is None and cu_seqlens is None and key_mask is None):
+            raise ValueError("mask must come alone where it is an AttentionMask, got segment_ids, cu_seqlens or key_mask beside it")
+        data: AttentionMask | None = mask
+    else:
+        data = attention_mask(segment_ids=segment_ids, cu_seqlens=cu_seqlens, key_mask=key_mask, mask=mask, length=q.size(2))
+    full_mask(data, causal=causal, window=window, shape=(*q.shape[:3], k.size(2)), device=q.device)
     dtype = _branch_dtype(q)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     dropout = _functional_dropout(q, dropout_p)
     state = None if dropout is None else dropout.state
     scale = q.size(-1) ** -0.5 if scale is None else float(scale)
-    return AttentionFunction.apply(select(backend, q.device), causal, scale, dropout_p, q, k, v, state)
+    call = AttentionCall(select(backend, q.device), causal, window, scale, softcap, dropout_p)
+    return AttentionFunction.apply(call, q, k, v, sinks, state, *(data or AttentionMask()))
 
 
 def mlp(

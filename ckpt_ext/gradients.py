@@ -49,5 +49,4 @@ class GradientSums:
 
 def in_dtype_of(grads: Sequence[Tensor | None], part: Any) -> list[Tensor | None]:
     """Each gradient in the dtype of its tensor in `part`, a projection or the weights of a norm."""
-    tensors: Sequence[Tensor] = getattr(part, "tensors", part)
-    return [None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)]
+    return [None if g is None else g.to(t.dtype) for g, t in zip(grads, part.tensors, strict=True)]

@@ -8,17 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from . import adopt, functional, reference, rng, rope
+from .masks import AttentionMask
 from .sites import drops
 from .spec import BackendName, BlockSpec, Policy
 from .validate import instance, one_of
-from .weights import BlockWeights
+from .weights import BlockWeights, Sinks
 
 
 class TransformerBlock(nn.Module):
     """A pre-norm transformer block that keeps between forward and backward what `policy` says, its input alone by default.
 
-    `y = block(x)` with x and y `[B, T, spec.dim]`. Parameters live in ordinary `nn.Linear`, `nn.RMSNorm` and `nn.LayerNorm` children, whose
-    forward is stepped around: a child that has been replaced or hooked raises NotImplementedError by name at the next call.
+    `y = block(x)` with x and y `[B, T, spec.dim]`, or `block(x, mask=attention_mask(...))` with documents, padding or a dense mask.
+    Parameters live in ordinary `nn.Linear`, `nn.RMSNorm` and `nn.LayerNorm` children, whose forward is stepped around: a child that has been replaced or hooked raises NotImplementedError by name at the next call.
 
     Args:
         spec: every static property of the block.
@@ -53,27 +54,34 @@ class TransformerBlock(nn.Module):
         self.gate_proj = nn.Linear(spec.dim, spec.hidden_dim, bias=spec.mlp_bias, **where) if spec.gated else None
         self.up_proj = nn.Linear(spec.dim, spec.hidden_dim, bias=spec.mlp_bias, **where)
         self.down_proj = nn.Linear(spec.hidden_dim, spec.dim, bias=spec.mlp_bias, **where)
+        qk_norms = (make_norm(width, eps=spec.norm_eps, **where) if spec.qk_norm else None for width in spec.qk_norm_widths)
+        self.q_norm, self.k_norm = qk_norms
+        self.sinks = nn.Parameter(torch.zeros(spec.heads, **where)) if spec.sinks else None
         if spec.norm_offset:
             with torch.no_grad():
-                for norm in (self.attention_norm, self.mlp_norm):
-                    norm.weight.sub_(spec.norm_offset)
+                for norm in (self.attention_norm, self.mlp_norm, self.q_norm, self.k_norm):
+                    if norm is not None:
+                        norm.weight.sub_(spec.norm_offset)
 
     def weights(self) -> BlockWeights:
         """The parameters in the engine's form; raises NotImplementedError for a child that it could not honour."""
         return BlockWeights(
-            attention_norm=adopt.norm("attention_norm", self.attention_norm, self.spec),
+            attention_norm=adopt.norm("attention_norm", self.attention_norm, self.spec, self.spec.dim),
             q=adopt.dense("q_proj", self.q_proj),
             k=adopt.dense("k_proj", self.k_proj),
             v=adopt.dense("v_proj", self.v_proj),
             out=adopt.dense("out_proj", self.out_proj),
-            mlp_norm=adopt.norm("mlp_norm", self.mlp_norm, self.spec),
+            mlp_norm=adopt.norm("mlp_norm", self.mlp_norm, self.spec, self.spec.dim),
             gate=None if self.gate_proj is None else adopt.dense("gate_proj", self.gate_proj),
             up=adopt.dense("up_proj", self.up_proj),
             down=adopt.dense("down_proj", self.down_proj),
+            q_norm=None if self.q_norm is None else adopt.norm("q_norm", self.q_norm, self.spec, self.spec.qk_norm_widths[0]),
+            k_norm=None if self.k_norm is None else adopt.norm("k_norm", self.k_norm, self.spec, self.spec.qk_norm_widths[1]),
+            sinks=None if self.sinks is None else Sinks(self.sinks),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.block(x, self.weights(), self.spec, policy=self.policy, backend=self.backend, training=self.training)
+    def forward(self, x: Tensor, *, mask: AttentionMask | None = None) -> Tensor:
+        return functional.block(x, self.weights(), self.spec, mask=mask, policy=self.policy, backend=self.backend, training=self.training)
 
     def extra_repr(self) -> str:
         return f"{self.spec}, save={self.policy.save!r}, backend={self.backend!r}"
@@ -82,11 +90,11 @@ class TransformerBlock(nn.Module):
 class EagerBlock(TransformerBlock):
     """The same block, parameters and masks in plain eager PyTorch: what `TransformerBlock` is compared with.
 
-    Attention goes through `scaled_dot_product_attention` where it draws no mask.
+    Attention goes through `scaled_dot_product_attention` where that can do it.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, mask: AttentionMask | None = None) -> Tensor:
         cos, sin = rope.table(self.spec, x.size(1), x.dtype, x.device)
         table = None if cos is None or sin is None else (cos, sin)
         state = rng.reserve(x.device) if self.training and drops(self.spec) else None
-        return reference.block(x, self.weights(), self.spec, table, state, fused=True)
+        return reference.block(x, self.weights(), self.spec, table, state, mask=mask, fused=True)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import rng
+from .masks import AttentionMask, Mask, full_mask
 from .rng import Dropout
 from .sites import block_dropout
 from .spec import BlockSpec, pointwise
@@ -42,19 +43,39 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, dropout: Dropout | None = None
-) -> Tensor:
-    """`drop(softmax(q k^T * scale)) v` over `[B, H, T, D]`, every T x T weight in memory; query i sees keys j <= i where causal."""
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, dropout: Dropout | None = None,
+) -> Tensor:  # fmt: skip
+    """`drop(softmax(mask(cap(q k^T * scale)))) v` over `[B, H, T, D]`, every T x T weight in memory (`scoring.Scoring` has the terms)."""
     groups = q.size(1) // k.size(1)
     k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.size(-1) ** -0.5 if scale is None else scale)
-    if causal:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~visible, -torch.inf)
-    weights = scores.softmax(-1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = visible(mask, q.size(2), k.size(2), q.device)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)), -1)
+    weights = scores.softmax(-1)[..., : k.size(2)]
+    # The softmax of a row without any key is 0 / 0.
+    weights = weights.masked_fill(~seen.any(-1, keepdim=True), 0.0)
     if dropout is not None:
         weights = rng.dropout(weights, dropout)
     return weights @ v
+
+
+def visible(mask: Mask, query_count: int, key_count: int, device: torch.device) -> Tensor:
+    """What `mask` says, written out: bool, broadcastable to `[B, H, Tq, Tk]`."""
+    queries, keys = torch.arange(query_count, device=device)[:, None], torch.arange(key_count, device=device)
+    seen = torch.ones(1, 1, query_count, key_count, dtype=torch.bool, device=device)
+    if mask.causal:
+        seen = seen & (keys <= queries)
+    if mask.window is not None:
+        seen = seen & ((queries - keys).abs() < mask.window)
+    if mask.query_segments is not None and mask.key_segments is not None:
+        same = mask.query_segments[:, :, None] == mask.key_segments[:, None, :]
+        seen = seen & (same & (mask.key_segments >= 0)[:, None, :])[:, None]
+    return seen if mask.dense is None else seen & mask.dense
 
 
 def activate(x: Tensor, name: str) -> Tensor:
@@ -81,31 +102,45 @@ def hidden(gate: Tensor | None, up: Tensor, activation: str, dropout: Dropout | 
 
 
 def block(
-    x: Tensor, weights: BlockWeights, spec: BlockSpec, table: tuple[Tensor, Tensor] | None, state: Tensor | None, *, fused: bool = False
-) -> Tensor:
+    x: Tensor, weights: BlockWeights, spec: BlockSpec, table: tuple[Tensor, Tensor] | None, state: Tensor | None, *,
+    mask: AttentionMask | None = None, fused: bool = False,
+) -> Tensor:  # fmt: skip
     """A block's output `[B, T, dim]`; `table` is `rope_table`'s, `state` the RNG state that its forward pass reserved, or None.
 
-    With `fused`, attention goes through `scaled_dot_product_attention` where it draws no mask: what one writes by hand today.
+    With `fused`, attention goes through `scaled_dot_product_attention` where that can do it: what one writes by hand today.
     """
     drop = block_dropout(spec, state)
 
     def normed(y: Tensor, parameters) -> Tensor:
         return norm(y, *parameters, kind=spec.norm, eps=spec.norm_eps, offset=spec.norm_offset)
 
-    def heads(projection, rows: Tensor) -> Tensor:
-        return projection(rows).unflatten(-1, (-1, spec.head_dim)).transpose(1, 2)
+    def heads(projection, rows: Tensor, parameters=None) -> Tensor:
+        y = projection(rows)
+        if parameters is not None and spec.qk_norm == "row":
+            y = normed(y, parameters)
+        y = y.unflatten(-1, (-1, spec.head_dim))
+        if parameters is not None and spec.qk_norm == "head":
+            y = normed(y, parameters)
+        return y.transpose(1, 2)
 
     def residual(branch: Tensor, stream: Tensor, dropout: Dropout | None) -> Tensor:
         return stream + (branch if dropout is None else rng.dropout(branch, dropout))
 
     rows = normed(x, weights.attention_norm)
-    q, k, v = (heads(projection, rows) for projection in (weights.q, weights.k, weights.v))
+    q, k, v = heads(weights.q, rows, weights.q_norm), heads(weights.k, rows, weights.k_norm), heads(weights.v, rows)
     if table is not None:
         q, k = rotate(q, *table), rotate(k, *table)
-    if fused and drop.attention is None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=spec.causal, enable_gqa=spec.heads != spec.kv_heads)
+    shape = (x.size(0), spec.heads, x.size(1), x.size(1))
+    whole = full_mask(mask, causal=spec.causal, window=spec.window, shape=shape, device=x.device)
+    if fused and drop.attention is None and weights.sinks is None and spec.softcap is None:
+        positional = mask is None and spec.window is None
+        seen = None if positional else visible(whole, x.size(1), x.size(1), x.device)
+        out = F.scaled_dot_product_attention(
+            q, k, v, seen, is_causal=positional and spec.causal, scale=spec.scale, enable_gqa=spec.heads != spec.kv_heads
+        )
     else:
-        out = attention(q, k, v, causal=spec.causal, dropout=drop.attention)
+        sinks = None if weights.sinks is None else weights.sinks.logits
+        out = attention(q, k, v, mask=whole, scale=spec.scale, softcap=spec.softcap, sinks=sinks, dropout=drop.attention)
     mid = residual(weights.out(out.transpose(1, 2).flatten(2)), x, drop.attention_residual)
 
     rows = normed(mid, weights.mlp_norm)

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .validate import number, one_of, positive_int, probability
+from .validate import bound, number, one_of, positive_int, probability, window_size
 
 Norm = Literal["rms", "layer"]
+QkNorm = Literal["head", "row"]
 Save = Literal["input", "attention", "all"]
 BackendName = Literal["auto", "triton", "aten"]
 
@@ -52,6 +53,18 @@ class BlockSpec:
     rope_dim: int = 0
     """How many leading elements of a head are rotated; 0 means all."""
     causal: bool = True
+    window: int | None = None
+    """Sliding window (arXiv:2004.05150): a query sees the `window` keys that end with its own where causal, else those less than `window`
+    away to either side; None means no bound."""
+    attn_scale: float | None = None
+    """What attention scores are multiplied by; None means `head_dim ** -0.5`."""
+    softcap: float | None = None
+    """Scores s become `softcap * tanh(s / softcap)` before the mask (Gemma 2, arXiv:2408.00118); None leaves them."""
+    qk_norm: QkNorm | None = None
+    """A norm of the block's kind over queries and keys before their rotation: of each head ("head": Qwen 3, Gemma 3) or of all heads of a
+    token together ("row": OLMo 2); None means none."""
+    sinks: bool = False
+    """Whether each head has a learned logit that takes part in the softmax's sum and has no value (gpt-oss; arXiv:2309.17453)."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -82,6 +95,12 @@ class BlockSpec:
             if self.rope_theta is not None:
                 raise ValueError(f"rope_dim must be even and at most head_dim={self.head_dim}, got {self.rope_dim}")
         one_of("norm", self.norm, get_args(Norm))
+        if self.qk_norm is not None:
+            one_of("qk_norm", self.qk_norm, get_args(QkNorm))
+        window_size("window", self.window)
+        bound("softcap", self.softcap)
+        if self.attn_scale is not None:
+            number("attn_scale", self.attn_scale)
         one_of("activation", self.activation, (*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS))
         if not self.norm_eps >= 0:
             raise ValueError(f"norm_eps must be non-negative, got {self.norm_eps}")
@@ -92,6 +111,18 @@ class BlockSpec:
         if getattr(self, name) == 0:
             object.__setattr__(self, name, value)
         positive_int(name, getattr(self, name))
+
+    @property
+    def scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return self.head_dim**-0.5 if self.attn_scale is None else self.attn_scale
+
+    @property
+    def qk_norm_widths(self) -> tuple[int, int]:
+        """How wide the rows are that the norms of queries and of keys go over, where the block has such norms."""
+        if self.qk_norm == "row":
+            return self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.head_dim, self.head_dim
 
     @property
     def gated(self) -> bool:

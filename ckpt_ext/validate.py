@@ -30,6 +30,20 @@ def number(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a finite number, got {value!r}")
 
 
+def window_size(name: str, value: object) -> None:
+    """Refuse a sliding window that is neither None nor a positive int."""
+    if value is not None:
+        positive_int(name, value)
+
+
+def bound(name: str, value: object) -> None:
+    """Refuse a bound of scores that is neither None nor positive."""
+    if value is not None:
+        number(name, value)
+        if not value > 0:  # type: ignore[operator]
+            raise ValueError(f"{name} must be positive, got {value}")
+
+
 def instance(name: str, value: object, kind: type) -> None:
     """Refuse anything but a `kind`."""
     if not isinstance(value, kind):

@@ -1,25 +1,60 @@
-"""The parameters of a block: two norms and up to seven projections, flattened for autograd and put together again."""
+"""The parameters of a block, flattened for autograd and put together again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .projections import Kind, Projection
+from .projections import Projection
+
+
+class _PlainKind(NamedTuple):
+    """The kind of a part that is no more than its tensors."""
+
+    part: Any
+    arity: int
+
+    def bind(self, tensors: Sequence[Tensor | None]) -> Any:
+        return self.part(*tensors)
 
 
 class NormWeights(NamedTuple):
-    """Scale `[dim]` and shift `[dim]` or None of a norm."""
+    """Scale and shift of a norm, as wide as its rows; the shift may be None."""
 
     weight: Tensor
     bias: Tensor | None = None
 
+    @property
+    def kind(self) -> _PlainKind:
+        return _NORM
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.weight, self.bias
+
+
+class Sinks(NamedTuple):
+    """Attention sinks: one logit per head, `[heads]`."""
+
+    logits: Tensor
+
+    @property
+    def kind(self) -> _PlainKind:
+        return _SINKS
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (self.logits,)
+
+
+_NORM, _SINKS = _PlainKind(NormWeights, 2), _PlainKind(Sinks, 1)
+
 
 class BlockWeights(NamedTuple):
-    """What a block computes with. `gate` is None in a plain MLP."""
+    """What a block computes with. A part that the block does not have is None."""
 
     attention_norm: NormWeights
     q: Projection
@@ -30,15 +65,16 @@ class BlockWeights(NamedTuple):
     gate: Projection | None
     up: Projection
     down: Projection
+    q_norm: NormWeights | None = None
+    k_norm: NormWeights | None = None
+    sinks: Sinks | None = None
 
     def flatten(self) -> tuple[Layout, list[Tensor | None]]:
         """The static layout, and every tensor in its order."""
-        kinds: list[tuple[str, Kind]] = []
+        kinds: list[tuple[str, Any]] = []
         tensors: list[Tensor | None] = []
         for name, part in zip(self._fields, self, strict=True):
-            if isinstance(part, NormWeights):
-                tensors += part
-            elif part is not None:
+            if part is not None:
                 kinds.append((name, part.kind))
                 tensors += part.tensors
         return Layout(tuple(kinds)), tensors
@@ -46,21 +82,16 @@ class BlockWeights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which projections a block has and of which kind; holds no tensor, so it may stay on an autograd context."""
+    """Which parts a block has and of which kind; holds no tensor, so it may stay on an autograd context."""
 
-    kinds: tuple[tuple[str, Kind], ...]
+    kinds: tuple[tuple[str, Any], ...]
 
-    def _slices(self) -> Iterator[tuple[str, Kind | None, slice]]:
-        """Each part's name, kind (None: a norm) and place in the flat list."""
-        kinds = dict(self.kinds)
+    def _slices(self) -> Iterator[tuple[str, Any, slice]]:
+        """Each part's name, kind and place in the flat list."""
         start = 0
-        for name in BlockWeights._fields:
-            is_norm = name.endswith("_norm")
-            if is_norm or name in kinds:
-                kind = None if is_norm else kinds[name]
-                stop = start + (2 if kind is None else kind.arity)
-                yield name, kind, slice(start, stop)
-                start = stop
+        for name, kind in self.kinds:
+            yield name, kind, slice(start, start + kind.arity)
+            start += kind.arity
 
     def split(self, flat: Sequence) -> dict[str, Sequence]:
         """The stretch of `flat` (tensors, or one flag a tensor) that belongs to each part."""
@@ -70,9 +101,9 @@ class Layout:
         """The block's weights over `tensors`, the inverse of `BlockWeights.flatten`."""
         parts: dict = {"gate": None}
         for name, kind, place in self._slices():
-            parts[name] = kind.bind(tensors[place]) if kind is not None else NormWeights(*tensors[place])  # type: ignore[arg-type]
+            parts[name] = kind.bind(tensors[place])
         return BlockWeights(**parts)
 
     def join(self, grads: dict[str, Sequence[Tensor | None]]) -> list[Tensor | None]:
         """One flat list of what `split` takes apart; Nones for the parts that `grads` lacks."""
-        return [grad for name, _, place in self._slices() for grad in grads.get(name, [None] * (place.stop - place.start))]
+        return [grad for name, kind, _ in self._slices() for grad in grads.get(name, [None] * kind.arity)]

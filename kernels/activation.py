@@ -42,7 +42,7 @@ def _times_sigmoid(x, z, dz):
 
 
 @triton.jit
-def _value_and_slope(x, POINTWISE: tl.constexpr):
+def value_and_slope(x, POINTWISE: tl.constexpr):
     """f(x) and f'(x)."""
     if POINTWISE == "silu":
         value, slope = _times_sigmoid(x, x, 1.0)
@@ -76,10 +76,10 @@ def _activation_fwd(
     up = tl.load(up_ptr + ptr_offset(element, up_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
     if GATED:
         gate = tl.load(gate_ptr + ptr_offset(element, gate_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
-        value, _ = _value_and_slope(gate, POINTWISE)
+        value, _ = value_and_slope(gate, POINTWISE)
         hidden = value * up
     else:
-        hidden, _ = _value_and_slope(up, POINTWISE)
+        hidden, _ = value_and_slope(up, POINTWISE)
     if HAS_DROPOUT:
         keep = keep_mask(state_ptr, mask_first_row + rows, first_col, num_cols, SITE, THRESHOLD, BLOCK_N)
         hidden = apply_dropout(hidden, keep, DROPOUT_SCALE)
@@ -103,12 +103,12 @@ def _activation_bwd(
     outputs = ptr_offset(element, hidden_strides)
     if GATED:
         gate = tl.load(gate_ptr + ptr_offset(element, gate_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
-        value, slope = _value_and_slope(gate, POINTWISE)
+        value, slope = value_and_slope(gate, POINTWISE)
         store(dgate_ptr + outputs, grad * up * slope, mask=mask)
         store(dup_ptr + outputs, grad * value, mask=mask)
         hidden = value * up
     else:
-        hidden, slope = _value_and_slope(up, POINTWISE)
+        hidden, slope = value_and_slope(up, POINTWISE)
         store(dup_ptr + outputs, grad * slope, mask=mask)
     if HAS_DROPOUT:
         hidden = apply_dropout(hidden, keep, DROPOUT_SCALE)
@@ -118,7 +118,7 @@ def _activation_bwd(
 def _launch_arguments(up: Tensor, gate: Tensor | None, pointwise: str, dropout):
     """What the two launches share: the grid, the integers, the constexprs."""
     num_rows, num_cols = up.shape
-    tile = elementwise_tile(num_cols)
+    tile = elementwise_tile(num_cols, up.dtype, up.device)
     grid = tile_grid(num_rows, num_cols, tile.block_m, tile.block_n)
     constexprs = {
         "GATED": gate is not None, "POINTWISE": pointwise, "ACC": accumulate_dtype(up.dtype), **dropout_constants(dropout),

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .architecture import assume_architecture
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether the kernels of this process run under Triton's interpreter (fixed when they are decorated, hence at import)."""
 
@@ -53,12 +55,13 @@ _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None
 
 
 @contextlib.contextmanager
-def record_launches() -> Iterator[list[Launch]]:
-    """Write down the launches of a `with` body and run none of them; its tensors may then be on the meta device."""
+def record_launches(arch: str = "sm_80") -> Iterator[list[Launch]]:
+    """Write down the launches of a `with` body, with the tiles of `arch`, and run none; its tensors may then be on the meta device."""
     launches: list[Launch] = []
     token = _recorded.set(launches)
     try:
-        yield launches
+        with assume_architecture(arch):
+            yield launches
     finally:
         _recorded.reset(token)
 

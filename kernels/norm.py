@@ -10,6 +10,8 @@ Backward. With g = grad * (weight + offset), and since rstd depends on x by d rs
     dweight = sum over rows of grad * x_hat
     dbias   = sum over rows of grad
 
+to which, where x lies on a residual path too, its gradient there is added before dx is rounded.
+
 A program walks over some of the rows and writes its own partial dweight and dbias, which a second kernel adds up in a fixed order.
 
 Not stored: x_hat, which backward makes again from x and the statistics, one or two numbers a row.
@@ -29,7 +31,8 @@ from .tiles import column_sum_tile, norm_backward_programs, norm_backward_tile, 
 
 
 @triton.jit
-def _load(ptr, rows, cols, mask, strides, ACC: tl.constexpr):
+def load_tile(ptr, rows, cols, mask, strides, ACC: tl.constexpr):
+    """`[rows, cols]` of a matrix in ACC, zero outside of `mask`."""
     return tl.load(ptr + ptr_offset((rows[:, None], cols[None, :]), strides), mask=mask, other=0.0).to(ACC)
 
 
@@ -69,28 +72,24 @@ def _norm_stats(
         for first_col in range(0, num_cols, BLOCK_N):
             cols = first_col + tl.arange(0, BLOCK_N)
             mask = in_rows[:, None] & (cols < num_cols)[None, :]
-            mean += tl.sum(_load(x_ptr, rows, cols, mask, x_strides, ACC), 1)
+            mean += tl.sum(load_tile(x_ptr, rows, cols, mask, x_strides, ACC), 1)
         mean = mean / num_cols
     square_sum = tl.zeros([BLOCK_M], ACC)
     for first_col in range(0, num_cols, BLOCK_N):
         cols = first_col + tl.arange(0, BLOCK_N)
         mask = in_rows[:, None] & (cols < num_cols)[None, :]
-        centred = _centre(_load(x_ptr, rows, cols, mask, x_strides, ACC), mask, mean, LAYER)
+        centred = _centre(load_tile(x_ptr, rows, cols, mask, x_strides, ACC), mask, mean, LAYER)
         square_sum += tl.sum(centred * centred, 1)
     _store_stats(stats_ptr, rows, in_rows, mean, tl.rsqrt(square_sum / num_cols + EPS), LAYER)
 
 
 @triton.jit
-def _norm_fwd(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, num_rows, num_cols, x_strides, weight_strides, bias_strides, y_strides,
-    LAYER: tl.constexpr, WHOLE_ROW: tl.constexpr, HAS_BIAS: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
-    ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def normalise(
+    x, weight_ptr, bias_ptr, y_ptr, stats_ptr, rows, cols, in_rows, in_cols, num_cols, weight_strides, bias_strides, y_strides,
+    LAYER: tl.constexpr, WHOLE_ROW: tl.constexpr, HAS_BIAS: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_rows, in_cols = rows < num_rows, cols < num_cols
+    """Write y of the tile `x [rows, cols]`, zero outside of the tensor; its statistics are written where rows are whole, else read."""
     mask = in_rows[:, None] & in_cols[None, :]
-    x = _load(x_ptr, rows, cols, mask, x_strides, ACC)  # [BLOCK_M, BLOCK_N]
     if WHOLE_ROW:
         mean = tl.sum(x, 1) / num_cols
         centred = _centre(x, mask, mean, LAYER)
@@ -107,6 +106,22 @@ def _norm_fwd(
 
 
 @triton.jit
+def _norm_fwd(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, num_rows, num_cols, x_strides, weight_strides, bias_strides, y_strides,
+    LAYER: tl.constexpr, WHOLE_ROW: tl.constexpr, HAS_BIAS: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
+    ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows, in_cols = rows < num_rows, cols < num_cols
+    x = load_tile(x_ptr, rows, cols, in_rows[:, None] & in_cols[None, :], x_strides, ACC)  # [BLOCK_M, BLOCK_N]
+    normalise(
+        x, weight_ptr, bias_ptr, y_ptr, stats_ptr, rows, cols, in_rows, in_cols, num_cols, weight_strides, bias_strides, y_strides,
+        LAYER, WHOLE_ROW, HAS_BIAS, EPS, OFFSET, ACC,
+    )  # fmt: skip
+
+
+@triton.jit
 def _load_backward(
     grad_ptr, x_ptr, weight_ptr, rows, cols, in_rows, in_cols, mean, rstd, grad_strides, x_strides, weight_strides,
     LAYER: tl.constexpr, OFFSET: tl.constexpr, ACC: tl.constexpr,
@@ -114,8 +129,8 @@ def _load_backward(
     """A tile of grad, of the scaled gradient g and of x_hat, each zero outside of the tensor."""
     mask = in_rows[:, None] & in_cols[None, :]
     scale = tl.load(weight_ptr + ptr_offset((cols,), weight_strides), mask=in_cols, other=0.0).to(ACC) + OFFSET
-    grad = _load(grad_ptr, rows, cols, mask, grad_strides, ACC)  # [BLOCK_M, BLOCK_N]
-    x = _load(x_ptr, rows, cols, mask, x_strides, ACC)  # [BLOCK_M, BLOCK_N]
+    grad = load_tile(grad_ptr, rows, cols, mask, grad_strides, ACC)  # [BLOCK_M, BLOCK_N]
+    x = load_tile(x_ptr, rows, cols, mask, x_strides, ACC)  # [BLOCK_M, BLOCK_N]
     return grad, grad * scale[None, :], _centre(x, mask, mean, LAYER) * rstd[:, None]
 
 
@@ -144,10 +159,10 @@ def _norm_bwd_means(
 
 @triton.jit
 def _norm_bwd(
-    grad_ptr, x_ptr, weight_ptr, stats_ptr, means_ptr, dx_ptr, dweight_ptr, dbias_ptr, num_rows, num_cols,
-    grad_strides, x_strides, weight_strides, dx_strides, partial_strides,
-    LAYER: tl.constexpr, WHOLE_ROW: tl.constexpr, HAS_BIAS: tl.constexpr, PARAMS: tl.constexpr, OFFSET: tl.constexpr,
-    ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    grad_ptr, x_ptr, weight_ptr, stats_ptr, means_ptr, onto_ptr, dx_ptr, dweight_ptr, dbias_ptr, num_rows, num_cols,
+    grad_strides, x_strides, weight_strides, onto_strides, dx_strides, partial_strides,
+    LAYER: tl.constexpr, WHOLE_ROW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ONTO: tl.constexpr, PARAMS: tl.constexpr,
+    OFFSET: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -172,6 +187,8 @@ def _norm_bwd(
         centred = scaled - scaled_mean[:, None] if LAYER else scaled
         dx = rstd[:, None] * (centred - x_hat * product_mean[:, None])
         mask = in_rows[:, None] & in_cols[None, :]
+        if HAS_ONTO:
+            dx += load_tile(onto_ptr, rows, cols, mask, onto_strides, ACC)  # [BLOCK_M, BLOCK_N]
         store(dx_ptr + ptr_offset((rows[:, None], cols[None, :]), dx_strides), dx, mask=mask)
         if PARAMS:
             dweight += grad * x_hat
@@ -192,14 +209,14 @@ def _column_sum(
     total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
     for first_row in range(0, num_rows, BLOCK_M):
         rows = first_row + tl.arange(0, BLOCK_M)
-        total += _load(partial_ptr, rows, cols, (rows < num_rows)[:, None] & in_cols[None, :], partial_strides, ACC)
+        total += load_tile(partial_ptr, rows, cols, (rows < num_rows)[:, None] & in_cols[None, :], partial_strides, ACC)
     store(total_ptr + cols, tl.sum(total, 0), mask=in_cols)
 
 
 def _sum_partials(partials: Tensor, like: Tensor) -> Tensor:
     """The columns of `partials [programs, C]` added up, in `like`'s dtype; zeros where there was no program."""
     total = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    tile = column_sum_tile()
+    tile = column_sum_tile(partials.device)
     launch(
         _column_sum, (triton.cdiv(total.numel(), tile.block_n),), partials, total, *partials.shape, partials.stride(),
         ACC=accumulate_dtype(partials.dtype), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
@@ -207,14 +224,21 @@ def _sum_partials(partials: Tensor, like: Tensor) -> Tensor:
     return total
 
 
-def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, *, kind: str, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """`y` in x's dtype, contiguous, and the statistics of its rows: `[rows, 1]` (rms: rstd) or `[rows, 2]` (layer: mean, rstd)."""
+def empty_stats(x_rows: Tensor, kind: str) -> Tensor:
+    """Room for the statistics of rows: `[rows, 1]` (rms: rstd) or `[rows, 2]` (layer: mean, rstd)."""
+    dtype = torch.float64 if x_rows.dtype == torch.float64 else torch.float32
+    return torch.empty((x_rows.shape[0], 2 if kind == "layer" else 1), dtype=dtype, device=x_rows.device)
+
+
+def norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, kind: str, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """`y` in `dtype` (None: x's), contiguous, and the statistics of its rows, as `empty_stats` describes them."""
     x_rows = as_rows(x)
     num_rows, num_cols = x_rows.shape
-    y = torch.empty(x_rows.shape, dtype=x.dtype, device=x.device)
-    stats_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    stats = torch.empty((num_rows, 2 if kind == "layer" else 1), dtype=stats_dtype, device=x.device)
-    tile = norm_tile(num_cols)
+    y = torch.empty(x_rows.shape, dtype=x.dtype if dtype is None else dtype, device=x.device)
+    stats = empty_stats(x_rows, kind)
+    tile = norm_tile(num_cols, x.dtype, x.device)
     row_blocks, col_blocks = triton.cdiv(num_rows, tile.block_m), triton.cdiv(num_cols, tile.block_n)
     shared = {
         "LAYER": kind == "layer", "EPS": eps, "ACC": accumulate_dtype(x.dtype),
@@ -231,15 +255,17 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, *, kind: str, e
 
 
 def norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor, *, kind: str, offset: float = 0.0, params: bool = True
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias, each in its tensor's dtype; the latter two are None unless `params`."""
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor, *, kind: str, offset: float = 0.0, params: bool = True,
+    onto: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of x (plus `onto`, of its shape), weight and bias, each in its tensor's dtype; the latter two are None unless `params`."""
     grad_rows, x_rows = as_rows(grad), as_rows(x)
+    onto_rows = None if onto is None else as_rows(onto)
     num_rows, num_cols = x_rows.shape
     dx = torch.empty(x_rows.shape, dtype=x.dtype, device=x.device)
-    tile = norm_backward_tile(num_cols)
+    tile = norm_backward_tile(num_cols, x.dtype, x.device)
     row_blocks, col_blocks = triton.cdiv(num_rows, tile.block_m), triton.cdiv(num_cols, tile.block_n)
-    programs = norm_backward_programs(row_blocks, col_blocks, tile)
+    programs = norm_backward_programs(row_blocks, col_blocks, tile, x.device)
     partials = torch.empty((2, programs, num_cols) if params else (2, 0, 0), dtype=stats.dtype, device=x.device)
     strides = grad_rows.stride(), x_rows.stride(), weight.stride()
     shared = {
@@ -251,9 +277,9 @@ def norm_backward(
         means = torch.empty((num_rows, 2), dtype=stats.dtype, device=x.device)
         launch(_norm_bwd_means, (row_blocks,), grad_rows, x_rows, weight, stats, means, num_rows, num_cols, *strides, **shared)
     launch(
-        _norm_bwd, (programs, col_blocks), grad_rows, x_rows, weight, stats, means, dx, *partials, num_rows, num_cols,
-        *strides, dx.stride(), partials[0].stride(),
-        WHOLE_ROW=col_blocks == 1, HAS_BIAS=bias is not None, PARAMS=params, **shared,
+        _norm_bwd, (programs, col_blocks), grad_rows, x_rows, weight, stats, means, onto_rows, dx, *partials, num_rows, num_cols,
+        *strides, None if onto_rows is None else onto_rows.stride(), dx.stride(), partials[0].stride(),
+        WHOLE_ROW=col_blocks == 1, HAS_BIAS=bias is not None, HAS_ONTO=onto is not None, PARAMS=params, **shared,
     )  # fmt: skip
     dweight = _sum_partials(partials[0], weight) if params else None
     dbias = _sum_partials(partials[1], bias) if params and bias is not None else None

@@ -38,7 +38,7 @@ def _launch_dropout_add(x: Tensor, residual: Tensor | None, dropout) -> Tensor:
     dtype = x.dtype if residual is None else residual.dtype
     y = torch.empty(x_rows.shape, dtype=dtype, device=x.device)
     num_rows, num_cols = x_rows.shape
-    tile = elementwise_tile(num_cols)
+    tile = elementwise_tile(num_cols, dtype, x.device)
     launch(
         _dropout_add, tile_grid(num_rows, num_cols, tile.block_m, tile.block_n),
         x_rows, residual_rows, y, dropout_state(dropout), num_rows, num_cols, dropout_row_start(dropout),

@@ -52,7 +52,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Ten
     batch, heads, length, head_dim = x.shape
     half = cos.shape[1]
     out = torch.empty((batch, length, heads, head_dim), dtype=x.dtype, device=x.device).transpose(1, 2)
-    tile = rope_tile(half)
+    tile = rope_tile(half, x.dtype, x.device)
     programs = batch * triton.cdiv(length * heads, tile.block_m)
     launch(
         _rotate, (programs,), x, cos, sin, out, heads, length, head_dim, half, x.stride(), cos.stride(), sin.stride(), out.stride(),

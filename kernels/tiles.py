@@ -58,7 +58,7 @@ _ATTENTION_BACKWARD = {
 }
 
 
-def _attention_tile(table: dict[tuple[int, int], Tile], head_dim: int, dtype: torch.dtype, dropout: bool) -> Tile:
+def _attention_tile(table: dict[tuple[int, int], Tile], head_dim: int, dtype: torch.dtype, device: torch.device, dropout: bool) -> Tile:
     if INTERPRETED:
         return INTERPRETER_TILE
     width = next(width for width in (64, 128, 256) if head_dim <= width)
@@ -68,14 +68,14 @@ def _attention_tile(table: dict[tuple[int, int], Tile], head_dim: int, dtype: to
     return replace(tile, block_n=max(16, tile.block_n // 2)) if crowded else tile
 
 
-def attention_forward_tile(head_dim: int, dtype: torch.dtype, *, dropout: bool) -> Tile:
+def attention_forward_tile(head_dim: int, dtype: torch.dtype, device: torch.device, *, dropout: bool) -> Tile:
     """Tile of the attention forward kernel."""
-    return _attention_tile(_ATTENTION_FORWARD, head_dim, dtype, dropout)
+    return _attention_tile(_ATTENTION_FORWARD, head_dim, dtype, device, dropout)
 
 
-def attention_backward_tile(head_dim: int, dtype: torch.dtype, *, dropout: bool) -> Tile:
+def attention_backward_tile(head_dim: int, dtype: torch.dtype, device: torch.device, *, dropout: bool) -> Tile:
     """Tile of both attention backward kernels."""
-    return _attention_tile(_ATTENTION_BACKWARD, head_dim, dtype, dropout)
+    return _attention_tile(_ATTENTION_BACKWARD, head_dim, dtype, device, dropout)
 
 
 # --- norms, rotary embedding, elementwise ---
@@ -100,17 +100,17 @@ def _row_tile(cols: int, widest: int, elements: int) -> Tile:
     return Tile(block_m, block_n, num_warps=min(16, block_m * block_n // 512))
 
 
-def norm_tile(cols: int) -> Tile:
+def norm_tile(cols: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """Tile of a norm's forward kernels."""
     return _row_tile(cols, _NORM_FORWARD_WIDTH, 2048)
 
 
-def norm_backward_tile(cols: int) -> Tile:
+def norm_backward_tile(cols: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """Tile of a norm's backward kernels."""
     return _row_tile(cols, _NORM_BACKWARD_WIDTH, 2048)
 
 
-def norm_backward_programs(row_blocks: int, col_blocks: int, tile: Tile) -> int:
+def norm_backward_programs(row_blocks: int, col_blocks: int, tile: Tile, device: torch.device) -> int:
     """Programs that share the rows of a norm's backward: each writes one partial sum of the weight's gradient."""
     if INTERPRETED:
         return min(row_blocks, 3)
@@ -118,18 +118,26 @@ def norm_backward_programs(row_blocks: int, col_blocks: int, tile: Tile) -> int:
     return min(triton.cdiv(row_blocks, _NORM_BACKWARD_STEPS), most)
 
 
-def column_sum_tile() -> Tile:
+def column_sum_tile(device: torch.device) -> Tile:
     """Tile of the sum over a norm's partial sums: narrow, since there is one row of programs only."""
     return INTERPRETER_TILE if INTERPRETED else Tile(32, 32)
 
 
-def rope_tile(half: int) -> Tile:
+def rope_tile(half: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """Tile of the rotary embedding: heads of tokens by the pairs of a head, all in one tile."""
     # The elements that are not rotated are copied in steps of block_n, hence not one by one where few are rotated.
     block_n = max(16, triton.next_power_of_2(half))
     return Tile(16, block_n) if INTERPRETED else Tile(max(1, 1024 // block_n), block_n)
 
 
-def elementwise_tile(cols: int) -> Tile:
+def elementwise_tile(cols: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """Tile of activations, dropout and residual sums."""
     return _row_tile(cols, 1024, 2048)
+
+
+# --- fused MLP ---
+
+
+def mlp_tile(dtype: torch.dtype, device: torch.device, *, dropout: bool) -> Tile:
+    """Tile of both fused MLP kernels."""
+    return INTERPRETER_TILE if INTERPRETED else Tile(128, 64, 64, num_warps=8, num_stages=3)

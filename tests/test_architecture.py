@@ -12,7 +12,8 @@ import ckpt_ext
 PACKAGE = Path(ckpt_ext.__file__).parent
 # From the bottom up; a module may import from lower layers and its own. What several layers share stands below all of them.
 LAYERS = [
-    {"validate", "spec", "extension", "philox", "rng", "sites", "guards", "projections", "weights", "reference", "memory", "testing"},
+    {"validate", "spec", "extension", "philox", "rng", "masks", "scoring", "sites", "guards", "projections", "weights"},
+    {"reference", "memory", "testing"},
     {"kernels"},
     {"backends"},
     {"rope", "slicing", "gradients", "call", "attention_half", "mlp_half"},

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ckpt_ext import BlockSpec, TransformerBlock, functional, reference, rng
+from ckpt_ext.masks import Mask
 from ckpt_ext.spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 from ckpt_ext.testing import assert_accurate
 
@@ -46,7 +47,7 @@ def drawn(p, x):
 def test_attention(backend, p, causal, queries, keys):
     tensors = qkv(queries=queries, keys=keys)
     actual = with_gradients(lambda *t: functional.attention(*t, causal=causal, dropout_p=p, scale=0.3, backend=backend), tensors)
-    expected = with_gradients(lambda *t: reference.attention(*t, causal=causal, scale=0.3, dropout=drawn(p, t[0])), tensors)
+    expected = with_gradients(lambda *t: reference.attention(*t, mask=Mask(causal), scale=0.3, dropout=drawn(p, t[0])), tensors)
     assert_same(actual, expected)
 
 
@@ -76,12 +77,12 @@ def test_attention_of_any_strides(backend, which, view):
     for t in tensors:
         t.requires_grad_()
     actual = with_gradients(lambda *t: functional.attention(*t, backend=backend), tensors)
-    assert_same(actual, with_gradients(lambda *t: reference.attention(*t, causal=True), dense))
+    assert_same(actual, with_gradients(lambda *t: reference.attention(*t, mask=Mask(True)), dense))
 
 
 def test_saved_tensors_may_come_back_with_other_strides():
     tensors = qkv()
-    expected = with_gradients(lambda *t: reference.attention(*t, causal=True), tensors)
+    expected = with_gradients(lambda *t: reference.attention(*t, mask=Mask(True)), tensors)
 
     def spread(t):
         return t.unsqueeze(-1).repeat_interleave(2, -1)
@@ -96,7 +97,7 @@ def test_saved_tensors_may_come_back_with_other_strides():
 def test_attention_scale_may_be_negative_or_zero(backend, scale):
     tensors = qkv()
     actual = with_gradients(lambda *t: functional.attention(*t, scale=scale, backend=backend), tensors)
-    assert_same(actual, with_gradients(lambda *t: reference.attention(*t, causal=True, scale=scale), tensors))
+    assert_same(actual, with_gradients(lambda *t: reference.attention(*t, mask=Mask(True), scale=scale), tensors))
 
 
 @backends
@@ -134,7 +135,7 @@ def test_blocked_attention_does_not_depend_on_its_chunks(monkeypatch, chunk, cau
     monkeypatch.setattr("ckpt_ext.backends.aten_attention._CHUNK_ELEMENTS", chunk)
     tensors = qkv(queries=9, keys=6)
     actual = with_gradients(lambda *t: functional.attention(*t, causal=causal, dropout_p=0.3, backend="aten"), tensors)
-    assert_same(actual, with_gradients(lambda *t: reference.attention(*t, causal=causal, dropout=drawn(0.3, t[0])), tensors))
+    assert_same(actual, with_gradients(lambda *t: reference.attention(*t, mask=Mask(causal), dropout=drawn(0.3, t[0])), tensors))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -142,8 +143,8 @@ def test_blocked_attention_does_not_depend_on_its_chunks(monkeypatch, chunk, cau
 def test_low_precision_attention_is_as_accurate_as_eager(dtype, p):
     low = qkv(queries=33, keys=33, dtype=dtype)
     high = tuple(t.detach().double().requires_grad_() for t in low)
-    truth = with_gradients(lambda *t: reference.attention(*t, causal=True, dropout=drawn(p, t[0])), high)
-    eager = with_gradients(lambda *t: reference.attention(*t, causal=True, dropout=drawn(p, t[0])), low)
+    truth = with_gradients(lambda *t: reference.attention(*t, mask=Mask(True), dropout=drawn(p, t[0])), high)
+    eager = with_gradients(lambda *t: reference.attention(*t, mask=Mask(True), dropout=drawn(p, t[0])), low)
     actual = with_gradients(lambda *t: functional.attention(*t, dropout_p=p, backend="aten"), low)
     for a, b, c in zip(actual, eager, truth, strict=True):
         assert a.dtype == dtype

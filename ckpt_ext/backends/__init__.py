@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..rng import Dropout
+from ..scoring import Scoring
 from ..spec import BackendName
 from ..validate import one_of
 
@@ -35,9 +36,23 @@ class Backend(Protocol):
         ...
 
     def norm_backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor, spec: NormSpec, *, params: bool
+        self, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor, spec: NormSpec, *, params: bool,
+        onto: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Gradients of x, weight and bias; the latter two are None unless `params`, in the dtype of their parameter."""
+        """Gradients of x, weight and bias; the latter two are None unless `params`, in the dtype of their parameter.
+
+        `onto`, x's gradient on its residual path, is added before the gradient of x is rounded; it has x's shape, and any dtype.
+        """
+        ...
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, dropout: Dropout | None,
+        *, into: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`(total, y, stats)`: `dropout_add(x, residual, dropout)`, and `norm(total)` with y in x's dtype.
+
+        Total is written to `into` where that is given: contiguous, of residual's shape and dtype.
+        """
         ...
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
@@ -45,16 +60,18 @@ class Backend(Protocol):
         ...
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: Dropout | None
+        self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
-        """`(out [B, H, Tq, D], lse [B, H, Tq])`; out lies in memory as `[B, Tq, H, D]`. `H % KV == 0`; causal is aligned top-left."""
+        """`(out [B, H, Tq, D], lse [B, H, Tq])`, `H % KV == 0`; out lies in memory as `[B, Tq, H, D]`; sinks are counted in lse.
+
+        A query that sees no key gets zeros, and -inf, or its sink, for lse.
+        """
         ...
 
     def attention_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
-        dropout: Dropout | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, each lying in memory as `[B, T, H, D]`; P is rebuilt from q, k and lse."""
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of q, k and v, each lying in memory as `[B, T, H, D]`, and of the sinks, if any; P is rebuilt from q, k and lse."""
         ...
 
     def activation(

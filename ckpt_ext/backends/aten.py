@@ -14,8 +14,8 @@ from . import NormSpec
 from .aten_attention import attention, attention_backward, wide_dtype
 
 __all__ = [
-    "activation", "activation_backward", "attention", "attention_backward", "dropout", "dropout_add", "name", "norm", "norm_backward",
-    "rotate",
+    "activation", "activation_backward", "add_norm", "attention", "attention_backward", "dropout", "dropout_add", "name", "norm",
+    "norm_backward", "rotate",
 ]
 
 name = "aten"
@@ -33,31 +33,58 @@ def _wide(x: Tensor) -> Tensor:
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor]:
     rows = x.reshape(-1, x.size(-1))
-    y = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    wide = wide_dtype(x)
-    stats = rows.new_empty(rows.size(0), 2 if spec.kind == "layer" else 1, dtype=wide)
-    scale, shift = _scale(weight, spec, wide), None if bias is None else bias.to(wide)
+    normalise = _Normalise(rows, weight, bias, spec, x.dtype)
     for span in _spans(rows):
-        part = rows[span].to(wide)
-        if spec.kind == "layer":
-            normed, *statistics = _aten.native_layer_norm(part, [part.size(1)], scale, shift, spec.eps)
-            y[span], stats[span] = normed, torch.cat(statistics, 1)
-            continue
+        normalise(span, rows[span])
+    return normalise.y.view(x.shape), normalise.stats
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, dropout: Dropout | None,
+    *, into: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, residual_rows = (t.reshape(-1, x.size(-1)) for t in (x, residual))
+    total = torch.empty_like(residual_rows, memory_format=torch.contiguous_format) if into is None else into.view(residual_rows.shape)
+    normalise = _Normalise(total, weight, bias, spec, x.dtype)
+    for span in _spans(rows):
+        total[span] = dropout_add(rows[span], residual_rows[span], None if dropout is None else dropout.rows_from(span.start))
+        normalise(span, total[span])
+    return total.view(residual.shape), normalise.y.view(x.shape), normalise.stats
+
+
+class _Normalise:
+    """The norm of rows, y in `dtype` and the statistics, by slices of them."""
+
+    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, dtype: torch.dtype) -> None:
+        wide = wide_dtype(rows)
+        self._spec = spec
+        self._scale, self._shift = _scale(weight, spec, wide), None if bias is None else bias.to(wide)
+        self.y = torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
+        self.stats = rows.new_empty(rows.size(0), 2 if spec.kind == "layer" else 1, dtype=wide)
+
+    def __call__(self, span: slice, rows: Tensor) -> None:
+        part, y, stats = rows.to(self._scale.dtype), self.y[span], self.stats[span]
+        if self._spec.kind == "layer":
+            normed, *statistics = _aten.native_layer_norm(part, [part.size(1)], self._scale, self._shift, self._spec.eps)
+            y.copy_(normed)
+            torch.cat(statistics, 1, out=stats)
+            return
         mean_square = torch.linalg.vector_norm(part, dim=1, keepdim=True).square_().div_(part.size(1))
-        rstd = torch.rsqrt(mean_square.add_(spec.eps), out=stats[span])
-        normed = torch.mul(part, rstd, out=y[span] if y.dtype == wide else None).mul_(scale)
-        if shift is not None:
-            normed += shift
-        if y.dtype != wide:
-            y[span] = normed
-    return y.view(x.shape), stats
+        rstd = torch.rsqrt(mean_square.add_(self._spec.eps), out=stats)
+        normed = torch.mul(part, rstd, out=y if y.dtype == part.dtype else None).mul_(self._scale)
+        if self._shift is not None:
+            normed += self._shift
+        if y.dtype != part.dtype:
+            y.copy_(normed)
 
 
 def norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor, spec: NormSpec, *, params: bool
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor, spec: NormSpec, *, params: bool,
+    onto: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     # RMSNorm, with g = grad * weight and x^ = x * rstd:  dx = rstd * (g - x^ * mean(g * x^)),  dweight = sum(grad * x^).
     rows, grad_rows = (t.reshape(-1, x.size(-1)) for t in (x, grad))
+    onto_rows = None if onto is None else onto.reshape(-1, x.size(-1))
     grad_x = torch.empty_like(rows, memory_format=torch.contiguous_format)
     wide = wide_dtype(x)
     scale, shift = _scale(weight, spec, wide), None if bias is None else bias.to(wide)
@@ -68,7 +95,7 @@ def norm_backward(
         if spec.kind == "layer":
             mean, rstd = stats[span].split(1, 1)
             mask = [True, params, params and bias is not None]
-            grad_x[span], weight_part, bias_part = _aten.native_layer_norm_backward(
+            grad_x_part, weight_part, bias_part = _aten.native_layer_norm_backward(
                 grad_part, part, [part.size(1)], mean.contiguous(), rstd.contiguous(), scale, shift, mask
             )
         else:
@@ -78,7 +105,8 @@ def norm_backward(
             bias_part = grad_part.sum(0) if grad_bias is not None else None
             inner = torch.mv(product, scale).div_(part.size(1)).unsqueeze(1)
             scaled = torch.mul(grad_part, scale, out=product)
-            grad_x[span] = scaled.addcmul_(normed, inner, value=-1).mul_(stats[span])
+            grad_x_part = scaled.addcmul_(normed, inner, value=-1).mul_(stats[span])
+        grad_x[span] = grad_x_part if onto_rows is None else grad_x_part.add_(onto_rows[span])
         for total, addend in ((grad_weight, weight_part), (grad_bias, bias_part)):
             if total is not None:
                 total += addend

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from ..rng import Dropout
+from ..scoring import Scoring
 
 _CHUNK_ELEMENTS = 1 << 20
 """Attention weights alive at a time in the blocked path, unless a single row of all heads has more: 4 MiB in float32."""
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: Dropout | None
-) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    causal, scale, dropout = scoring.mask.causal, scoring.scale, scoring.dropout
     if _fused_fits(q, k, scale, dropout):
         q, k, v = map(_dense_heads, (q, k, v))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -29,14 +29,15 @@ def attention(
 
 
 def attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float, dropout: Dropout | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    causal, scale, dropout = scoring.mask.causal, scoring.scale, scoring.dropout
     if _fused_fits(q, k, scale, dropout):
         grad, q, k, v, out = map(_dense_heads, (grad, q, k, v, out))
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        return *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
-        )
-    return _blocked_backward(grad, q, k, v, out, lse, causal, scale, dropout)
+        ), None
+    return *_blocked_backward(grad, q, k, v, out, lse, causal, scale, dropout), None
 
 
 def _fused_fits(q: Tensor, k: Tensor, scale: float, dropout: Dropout | None) -> bool:

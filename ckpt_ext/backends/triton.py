@@ -4,21 +4,35 @@ from torch import Tensor
 
 from ..kernels.activation import activation_backward as _activation_backward
 from ..kernels.activation import activation_forward
-from ..kernels.attention_backward import attention_backward
-from ..kernels.attention_forward import attention_forward as attention
+from ..kernels.add_norm import add_norm as _add_norm
+from ..kernels.attention_backward import attention_backward as _attention_backward
+from ..kernels.attention_forward import attention_forward
 from ..kernels.norm import norm_backward as _norm_backward
 from ..kernels.norm import norm_forward
 from ..kernels.residual import dropout, dropout_add
 from ..kernels.rope import rotate
 from ..rng import Dropout
+from ..scoring import Scoring
 from . import NormSpec
 
 __all__ = [
-    "activation", "activation_backward", "attention", "attention_backward", "dropout", "dropout_add", "name", "norm", "norm_backward",
-    "rotate",
+    "activation", "activation_backward", "add_norm", "attention", "attention_backward", "dropout", "dropout_add", "name", "norm",
+    "norm_backward", "rotate",
 ]  # fmt: skip
 
 name = "triton"
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    return attention_forward(q, k, v, causal=scoring.mask.causal, scale=scoring.scale, dropout=scoring.dropout)
+
+
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    return *_attention_backward(
+        grad, q, k, v, out, lse, causal=scoring.mask.causal, scale=scoring.scale, dropout=scoring.dropout
+    ), None
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor]:
@@ -26,9 +40,17 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tupl
 
 
 def norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor, spec: NormSpec, *, params: bool
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor, spec: NormSpec, *, params: bool,
+    onto: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return _norm_backward(grad, x, weight, bias, stats, kind=spec.kind, offset=spec.offset, params=params)
+    return _norm_backward(grad, x, weight, bias, stats, kind=spec.kind, offset=spec.offset, params=params, onto=onto)
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, dropout: Dropout | None,
+    *, into: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _add_norm(x, residual, weight, bias, **spec._asdict(), dropout=dropout, into=into)
 
 
 def activation(
