@@ -17,11 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.aot_report import HEADER, line, write
-from bench.binaries import Binary, read_launch, record
+from bench.binaries import Binary, read_launch
 from bench.calls import CALLS
-from bench.competitors import COMPETITORS
+from bench.competitors import COMPETITORS, record_started
 from bench.roofline import CARDS, bound, occupancy, traffic
-from ckpt_ext.kernels.launch import Launch
+from ckpt_ext.kernels.launch import Launch, record_launches
 
 CACHE = Path(__file__).parent.parent / "build/aot"
 
@@ -57,8 +57,10 @@ def rows(name: str, arch: str, cache: Path) -> list[dict]:
     """The report's rows of one call on one architecture."""
     ours = name in CALLS
     call = CALLS[name] if ours else COMPETITORS[name]
+    with record_launches(arch) if ours else record_started() as launches:
+        call.run()
     made = []
-    for launch in record(call.run, arch):
+    for launch in launches:
         binary = read_launch(launch, arch, cache)
         kept = row(name, call.dtype.itemsize, call.operations.get(binary.kernel, 0.0), launch, binary)
         made.append(kept | {"ours": ours, "faults": faults(name, binary, call.dtype.itemsize) if ours else []})
@@ -80,8 +82,9 @@ def main(argv: list[str] | None = None) -> int:
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         for future in [pool.submit(rows, name, arch, args.cache) for name, arch in work]:
             for kept in future.result():
-                table.append(kept)
-                print(line(kept), flush=True)
+                if all(kept | {"call": seen["call"]} != seen for seen in table):  # once, where calls share a kernel
+                    table.append(kept)
+                    print(line(kept), flush=True)
     failed = sum(bool(kept["faults"]) for kept in table)
     print(f"{len(table)} binaries, {failed} unfit")
     if args.out:

@@ -30,12 +30,12 @@ COLUMNS = {
 _WIDTHS = dict(zip(COLUMNS, (31, 29, 11, 5, 6, 9, 6, 6, 7, 6, 10, 11, 14, 13, 22, 0), strict=True))
 HEADER = f"{'arch':<7} " + " ".join(f"{name:<{width}}" for name, width in _WIDTHS.items())
 
-_LEGEND = """Nothing here was measured on a GPU. Registers and bytes spilled (stack) are a thread's, shared memory (bytes) a program's; `local`
-counts instructions on the stack, `matrix` those on matrix units, `wide` those of 16 bytes a thread of all that go to or from memory; each
-occurrence in the machine code counts once, however often it runs. `resident` is how many programs, and warps, a multiprocessor holds at
-once and `limit` what keeps it from more. `bound` is the least time that the datasheet of the named card allows this launch: each tensor
-moved once at peak bandwidth, or the operations of the matrix products at peak rate. It is computed, no kernel reaches it, and products
-count as operations alone, so a kernel without one is taken to be bound by memory.
+_LEGEND = """Nothing here was measured on a GPU. Registers and bytes spilled (stack) are a thread's, shared memory (bytes) a program's.
+`local` counts instructions on the stack, `matrix` those on matrix units, `wide` those of 16 bytes a thread of all that go to or from
+memory; each stands in the machine code once, however often it runs. `resident` is how many programs, and warps, a multiprocessor holds at
+once, `limit` what keeps it from more. `bound` is the least time that the datasheet of the named card allows this launch: each tensor moved
+once at peak bandwidth, or the operations of the matrix products at peak rate, whichever takes longer. It is computed, and no kernel
+reaches it; arithmetic outside of matrix products is left out.
 """
 
 
@@ -48,8 +48,9 @@ def write(folder: Path, table: list[dict], command: str) -> None:
     """Write `report.json` and `report.md` to `folder`."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
     folder.mkdir(parents=True, exist_ok=True)
-    kept = ",\n".join(json.dumps(row) for row in table)  # a line a row, so that a difference can be read
-    (folder / "report.json").write_text(f'{{"command": {json.dumps(command)}, "versions": {json.dumps(versions)}, "rows": [\n{kept}\n]}}\n')
+    head = {"command": command, "versions": versions, "columns": list(table[0]) if table else []}
+    rows = ",\n".join(json.dumps(list(row.values())) for row in table)  # a line a row, so that a difference can be read
+    (folder / "report.json").write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n]}}\n')
     (folder / "report.md").write_text(_markdown(table, command, versions))
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from bench import instructions, offsets
-from ckpt_ext.kernels.launch import INTERPRETED, Launch, record_launches
+from ckpt_ext.kernels.launch import INTERPRETED, Launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +39,6 @@ class Binary:
     wide_stores: int
     multiplies: bool
     narrow_offsets: tuple[str, ...]
-
-
-def record(run: Callable[[], object], arch: str) -> list[Launch]:
-    """The launches that `run()` would have made on a GPU of `arch`."""
-    with record_launches(arch) as launches:
-        run()
-    return launches
 
 
 def compile_launch(launch: Launch, arch: str) -> Binary:
@@ -92,6 +84,8 @@ def _key(launch: Launch, arch: str) -> str:
 
 
 def _describe(arg) -> str:
+    if isinstance(arg, tuple):
+        return str([_describe(part) for part in arg])
     return f"{arg.dtype} {arg.data_ptr() % 16}" if isinstance(arg, torch.Tensor) else str(arg)
 
 

@@ -6,12 +6,18 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt_ext.kernels.activation import activation_backward, activation_forward
+from ckpt_ext.kernels.add_norm import add_norm as fused_add_norm
 from ckpt_ext.kernels.attention_backward import attention_backward
 from ckpt_ext.kernels.attention_forward import attention_forward
+from ckpt_ext.kernels.mlp_backward import mlp_backward
+from ckpt_ext.kernels.mlp_forward import mlp_forward
+from ckpt_ext.kernels.mlp_tile import Norm
 from ckpt_ext.kernels.norm import norm_backward, norm_forward
+from ckpt_ext.kernels.norm_stats import norm_stats
 from ckpt_ext.kernels.residual import dropout as drop
 from ckpt_ext.kernels.residual import dropout_add
 from ckpt_ext.kernels.rope import rotate
+from ckpt_ext.masks import Mask
 from ckpt_ext.rng import Dropout
 
 BATCH, LENGTH = 2, 4096
@@ -34,17 +40,27 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 DROPOUT = Dropout(meta(2, dtype=torch.int64), p=0.1, site=1)
 
 
-def attention(head_dim: int, dtype: torch.dtype = torch.bfloat16, causal: bool = True, dropout=None) -> Call:
+def attention(
+    head_dim: int, dtype: torch.dtype = torch.bfloat16, causal: bool = True, dropout=None, *,
+    window: int | None = None, documents: int = 0, dense: bool = False, softcap: float | None = None, sinks: bool = False,
+) -> Call:  # fmt: skip
     """Forward and backward of a grouped-query attention."""
     heads, kv_heads = 32, 8
     q, kv = (meta(BATCH, LENGTH, count, head_dim, dtype=dtype).transpose(1, 2) for count in (heads, kv_heads))
-    options = {"causal": causal, "scale": head_dim**-0.5, "dropout": dropout}
+    ids = meta(BATCH, LENGTH, dtype=torch.int32) if documents else None
+    allowed = meta(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).expand(-1, heads, -1, -1) if dense else None
+    sink = meta(heads, dtype=torch.float32) if sinks else None
+    options = {
+        "mask": Mask(causal, window, ids, ids, allowed), "scale": head_dim**-0.5, "softcap": softcap, "sinks": sink, "dropout": dropout,
+    }  # fmt: skip
 
     def run():
         out, lse = attention_forward(q, kv, kv, **options)
         attention_backward(out, q, kv, kv, out, lse, **options)
 
-    pairs = BATCH * heads * (LENGTH * (LENGTH + 1) // 2 if causal else LENGTH**2)
+    length = LENGTH // max(1, documents)  # documents of equal length
+    reach = min(window or length, length)
+    pairs = BATCH * heads * (LENGTH // length) * (reach * (reach + 1) // 2 + (length - reach) * reach if causal else length**2)
     products = {"_attention_forward": 2, "_attention_backward_keys": 4, "_attention_backward_queries": 3}
     return Call(run, dtype, {kernel: count * 2 * pairs * head_dim for kernel, count in products.items()})
 
@@ -96,18 +112,46 @@ def residual(dropout=None, dtype: torch.dtype = torch.bfloat16) -> Call:
     return Call(run, dtype)
 
 
+def add_norm(kind: str, cols: int, dropout=None, dtype: torch.dtype = torch.bfloat16) -> Call:
+    """A sum with the residual stream and its norm."""
+    x, residual, weight = (meta(*shape, dtype=dtype) for shape in ((BATCH, LENGTH, cols), (BATCH, LENGTH, cols), (cols,)))
+    bias = weight if kind == "layer" else None
+    return Call(lambda: fused_add_norm(x, residual, weight, bias, kind=kind, eps=1e-5, dropout=dropout), dtype)
+
+
+def mlp(pointwise: str, gated: bool = True, dropout=None, dtype: torch.dtype = torch.bfloat16, normed: bool = True) -> Call:
+    """A fused MLP's hidden layer, forward and backward, from rows that it normalises itself where `normed`."""
+    rows, dim, hidden_dim = BATCH * LENGTH, 4096, 14336
+    x, grad, norm_weight = meta(rows, dim, dtype=dtype), meta(rows, hidden_dim, dtype=dtype), meta(dim, dtype=dtype)
+    w_gate, w_up = meta(hidden_dim, dim, dtype=dtype) if gated else None, meta(hidden_dim, dim, dtype=dtype)
+
+    def run():
+        norm = {"norm": Norm("rms", norm_weight), "stats": norm_stats(x, kind="rms", eps=1e-5)} if normed else {}
+        mlp_forward(x, w_gate, w_up, **norm, pointwise=pointwise, dropout=dropout)
+        mlp_backward(grad, x, w_gate, w_up, **norm, pointwise=pointwise, dropout=dropout)
+
+    operations = 2 * rows * dim * hidden_dim * (2 if gated else 1)
+    return Call(run, dtype, {"_mlp_fwd": operations, "_mlp_bwd": operations})
+
+
 # A kernel that is bound by memory has the same binary in float16 as in bfloat16 but for the conversions, so only products have both.
 CALLS: dict[str, Call] = {
     "attention d64": attention(64),
     "attention d64 bidirectional": attention(64, causal=False),
     "attention d64 dropout": attention(64, dropout=DROPOUT),
+    "attention d64 window sinks": attention(64, window=128, sinks=True),
     "attention d80": attention(80),
     "attention d96": attention(96),
     "attention d96 dropout": attention(96, dropout=DROPOUT),
     "attention d128": attention(128),
     "attention d128 bidirectional": attention(128, causal=False),
     "attention d128 dropout": attention(128, dropout=DROPOUT),
+    "attention d128 documents": attention(128, documents=8),
+    "attention d128 documents dropout": attention(128, documents=8, dropout=DROPOUT),
+    "attention d128 dense": attention(128, causal=False, dense=True),
+    "attention d128 softcap": attention(128, softcap=50.0),
     "attention d256": attention(256),
+    "attention d256 window softcap": attention(256, window=1024, softcap=50.0),
     "attention d256 dropout": attention(256, dropout=DROPOUT),
     "attention d64 float16": attention(64, torch.float16),
     "attention d128 float16": attention(128, torch.float16),
@@ -119,6 +163,14 @@ CALLS: dict[str, Call] = {
     "attention d64 float64": attention(64, torch.float64),
     "attention d128 float64": attention(128, torch.float64),
     "attention d256 float64": attention(256, torch.float64),
+    "mlp swiglu": mlp("silu"),
+    "mlp swiglu dropout": mlp("silu", dropout=DROPOUT),
+    "mlp swiglu without norm": mlp("silu", normed=False),
+    "mlp swiglu float16": mlp("silu", dtype=torch.float16),
+    "mlp swiglu float32": mlp("silu", dtype=torch.float32),
+    "mlp swiglu float64": mlp("silu", dtype=torch.float64),
+    "mlp geglu_tanh": mlp("gelu_tanh"),
+    "mlp gelu": mlp("gelu", gated=False),
     "rms norm 128": norm("rms", 128),
     "rms norm 4096": norm("rms", 4096),
     "rms norm 8192": norm("rms", 8192),
@@ -144,6 +196,10 @@ CALLS: dict[str, Call] = {
     "gelu_tanh dropout float32": activation("gelu_tanh", gated=False, dropout=DROPOUT, dtype=torch.float32),
     "relu": activation("relu", gated=False),
     "relu2 dropout": activation("relu2", gated=False, dropout=DROPOUT),
+    "add rms norm 4096": add_norm("rms", 4096),
+    "add rms norm 4096 dropout": add_norm("rms", 4096, DROPOUT),
+    "add rms norm 16384": add_norm("rms", 16384),
+    "add layer norm 4096": add_norm("layer", 4096),
     "residual": residual(),
     "residual dropout": residual(DROPOUT),
     "residual dropout float32": residual(DROPOUT, torch.float32),

@@ -64,18 +64,17 @@ class _GpuClock:
         return self._start.elapsed_time(self._end) / 1e3
 
 
-def peak_bytes(work: Work, device: torch.device) -> int:
-    """The most that was alive in a run, with its results, beyond what was alive before it."""
+def rehearse(work: Work, device: torch.device, timer: Callable[[Work], float]) -> tuple[int, float]:
+    """The most that was alive in a run, with its results, beyond what was alive before it; and how long it took."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        work.run(work.before())
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        seconds = timer(work)
+        return torch.cuda.max_memory_allocated(device) - before, seconds
     with LiveStorages() as memory:
-        work.run(work.before())
-    return memory.peak
+        seconds = timer(work)
+    return memory.peak, seconds
 
 
 def ceilings(device: torch.device) -> dict[str, float]:

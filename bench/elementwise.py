@@ -124,7 +124,7 @@ def residual_case(shape: Rows) -> Case:
 
     return raw_case(
         f"dropout + residual {shape.rows} x {shape.width}", shape, make, written_out, ours, {}, of_torch,
-        bytes=shape.traffic(3), checked=kept,
+        bytes=shape.traffic(3), checked=kept, tolerance=5e-2,
     )  # fmt: skip
 
 

@@ -99,5 +99,5 @@ def raw_case(
             "torch.compile": Provider(lambda shape: raw(make, peers.compiled(eager, device), shape)),
             **others,
         },
-        TOLERANCE[shape.dtype], **figures,
+        **{"tolerance": TOLERANCE[shape.dtype], **figures},
     )  # fmt: skip

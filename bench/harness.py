@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.clock import Work, ceilings, clock_for, header, peak_bytes
+from bench.clock import Work, ceilings, clock_for, header, rehearse
 from bench.plot import draw
 from ckpt_ext.memory import saved_bytes
 from ckpt_ext.testing import assert_accurate
 
 CPU_NOTE = "CPU (or interpreter): proves that the benchmark runs; not a GPU speed"
-RUNS = {"cuda": (5, 50), "cpu": (3, 3)}
+RUNS = {"cuda": (3, 50), "cpu": (2, 3)}
 """The fewest and the most timed runs of a provider."""
 CASE_SECONDS = 2.0
 """What the timed runs of a case should take together."""
@@ -81,10 +81,7 @@ def measure(case: Case, device: torch.device, budget: Budget) -> list[dict[str, 
     """A row for each provider of the case, timed or with the reason why not."""
     rows = {name: {"case": case.name, "provider": name, "ours": provider.ours} for name, provider in case.providers.items()}
     timer = clock_for(device)
-    works, estimate = _admit(case, rows, timer, budget)
-    for name in list(works):
-        if not _attempt(rows[name], lambda name=name: rows[name].update(_memory(works[name], device))):
-            del works[name]
+    works, estimate = _admit(case, rows, device, timer, budget)
     fewest, most = RUNS[device.type]
     rounds = max(fewest, min(most, int(min(CASE_SECONDS, budget.left) / estimate))) if works else 0
     seconds: dict[str, list[float]] = {name: [] for name in works}
@@ -101,12 +98,20 @@ def measure(case: Case, device: torch.device, budget: Budget) -> list[dict[str, 
 
 
 def _admit(
-    case: Case, rows: dict[str, dict[str, Any]], timer: Callable[[Work], float], budget: Budget
+    case: Case, rows: dict[str, dict[str, Any]], device: torch.device, timer: Callable[[Work], float], budget: Budget
 ) -> tuple[dict[str, Work], float]:
     """What the providers that are right have prepared for the full shape, warm, and how long a run of each takes in sum."""
     works: dict[str, Work] = {}
-    seconds: list[float] = []
     expected: dict[str, Tensor] = {}
+    estimates: dict[str, float] = {}
+
+    def enter(name: str, row: dict[str, Any]) -> None:
+        _check(row, case, case.providers[name], truth, eager)
+        work = _warm_up(case, name, expected)
+        row["peak_bytes"], estimates[name] = rehearse(work, device, timer)
+        row |= _saved(work)
+        works[name] = work
+
     truth, eager = (case.checked(make(case.check_shape)) for make in (case.truth, case.eager))
     for name, provider in case.providers.items():
         row = rows[name]
@@ -114,11 +119,9 @@ def _admit(
             row |= {"status": "absent", "detail": provider.absent}
         elif budget.left <= 0:
             row |= {"status": "not run", "detail": "the budget was spent"}
-        elif _attempt(row, lambda row=row, provider=provider: _check(row, provider, case, truth, eager)):
-            _attempt(row, lambda name=name: works.update({name: _warm_up(case, name, expected)}))
-        if name in works:
-            _attempt(row, lambda name=name: seconds.append(timer(works[name])))
-    return works, sum(seconds)
+        else:
+            _attempt(row, lambda name=name, row=row: enter(name, row))
+    return works, sum(estimates[name] for name in works)
 
 
 def _rotated(names: list[str], turn: int) -> list[str]:
@@ -146,7 +149,7 @@ def _attempt(row: dict[str, Any], step: Callable[[], Any]) -> bool:
     return False
 
 
-def _check(row: dict[str, Any], provider: Provider, case: Case, truth: dict[str, Tensor], eager: dict[str, Tensor]) -> None:
+def _check(row: dict[str, Any], case: Case, provider: Provider, truth: dict[str, Tensor], eager: dict[str, Tensor]) -> None:
     """Raises AssertionError where a result at the check shape is wrong; notes the largest relative error."""
     assert provider.prepare is not None
     work = provider.prepare(case.check_shape)
@@ -183,14 +186,13 @@ def _warm_up(case: Case, name: str, expected: dict[str, Tensor]) -> Work:
     return work
 
 
-def _memory(work: Work, device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {"peak_bytes": peak_bytes(work, device)}
-    if work.forward is not None:
-        try:
-            found["saved_bytes"] = saved_bytes(work.forward, work.ignored)
-        except RuntimeError as error:  # compiled code may refuse the hooks that count; it can be timed all the same
-            found["detail"] = f"saved bytes not counted: {error}"[:300]
-    return found
+def _saved(work: Work) -> dict[str, Any]:
+    if work.forward is None:
+        return {}
+    try:
+        return {"saved_bytes": saved_bytes(work.forward, work.ignored)}
+    except RuntimeError as error:  # compiled code may refuse the hooks that count; it can be timed all the same
+        return {"detail": f"saved bytes not counted: {error}"[:300]}
 
 
 def _times(case: Case, seconds: list[float]) -> dict[str, Any]:
@@ -279,26 +281,28 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 def show(rows: list[dict[str, Any]], title: str) -> None:
     """The rows on the terminal, by rich where it is installed."""
     lines = [cells(row) for row in rows]
-    timed, others = ([line for line in lines if (len(line) > 2) is kind] for kind in (True, False))
+    others = [line for line in lines if len(line) == 2]
+    columns = zip(*(line for line in (HEADER, *lines) if len(line) > 2), strict=True)
+    table = list(zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True))
     try:
         from rich import box
         from rich.console import Console
         from rich.table import Table
     except ImportError:
         print(f"\n{title}")
-        for line in (HEADER, *timed):
-            print(f"{line[0]:<28}", *(f"{cell:>10}" for cell in line[1:]), flush=True)
+        for line in table:
+            print(f"{line[0]:<24}", *(f"{cell:>11}" for cell in line[1:]), flush=True)
     else:
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-        for name in HEADER:
-            table.add_column(name, justify="left" if name == "provider" else "right", no_wrap=True)
-        for line in timed:
-            table.add_row(*line)
+        pretty = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        for name in table[0]:
+            pretty.add_column(name, justify="left" if name == "provider" else "right", no_wrap=True)
+        for line in table[1:]:
+            pretty.add_row(*line)
         console = Console()
-        console.width = max(console.width, 160)
-        console.print(table)
+        console.width = max(console.width, 140)
+        console.print(pretty)
     for provider, reason in others:
-        print(f"{provider:<28} {reason}", flush=True)
+        print(f"{provider:<24} {reason}", flush=True)
 
 
 def main(
@@ -323,6 +327,7 @@ def main(
     args.dtype = torch.float32 if args.device.type == "cpu" else torch.bfloat16
     budget = Budget(args.budget)
     if args.device.type == "cpu":
+        torch.set_num_threads(1)  # a second one has nothing to do in tiny shapes
         print(CPU_NOTE, flush=True)
     chosen = [case for case in cases(args) if re.search(args.match, case.name)]
     report = run(name, chosen, args.device, budget, args.out)

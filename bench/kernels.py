@@ -88,8 +88,8 @@ def attention_case(shape: Heads, check_shape: Heads, only: str) -> Case:
 def attention_cases(small: bool, dtype: torch.dtype, device: torch.device) -> list[Case]:
     """The most telling first: Llama's heads at 8k, then the rest of lengths, head sizes and groupings."""
     if small:
-        tiny = Heads(1, 4, 2, 40, 16, dtype, device)
-        return [attention_case(tiny, tiny._replace(length=24), only) for only in ("forward", "backward")]
+        tiny = Heads(1, 2, 1, 20, 16, dtype, device)
+        return [attention_case(tiny, tiny._replace(length=18), only) for only in ("forward", "backward")]
     shapes = [
         Heads(max(1, 16384 // length), 32 * 128 // head_dim, kv * 128 // head_dim, length, head_dim, dtype, device)
         for head_dim, kv, length in [

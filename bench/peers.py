@@ -148,5 +148,7 @@ def hugging_face_llama(transformers: ModuleType, model: nn.Module, spec, vocabul
     theirs = transformers.LlamaForCausalLM(config).to(weight.dtype).to(weight.device)
     parameters = model.state_dict()
     theirs.load_state_dict({name: parameters[own] for name, own in hugging_face_names(len(model.blocks)).items()})
-    theirs.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # The older name is on its way out, the newer one is not there yet in all versions.
+    enable = getattr(theirs, "activation_checkpointing_enable", theirs.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
     return theirs.train()

@@ -4,6 +4,7 @@ Both are computed from published figures, not measured. Time is bound by memory,
 datasheet's bandwidth, or by arithmetic, the operations of the matrix products at the datasheet's dense peak; no kernel reaches either.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -68,10 +69,18 @@ def occupancy(binary: Binary) -> tuple[int, str]:
     return limits[limit], limit
 
 
+def _tensors(args: tuple) -> Iterator[torch.Tensor]:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from _tensors(arg)
+
+
 def traffic(launch: Launch) -> int:
-    """Bytes of the tensors of a launch, each counted once."""
-    tensors = {id(arg): arg for arg in launch.args if isinstance(arg, torch.Tensor)}
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    """Bytes of the tensors of a launch, each counted once, and what is broadcast as it lies in memory."""
+    tensors = {id(tensor): tensor for tensor in _tensors(launch.args)}
+    return sum(min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()) for tensor in tensors.values())
 
 
 def bound(arch: str, moved: int, operations: float, itemsize: int) -> tuple[float, str]:

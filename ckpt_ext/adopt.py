@@ -16,20 +16,24 @@ def dense(name: str, module: nn.Module) -> Dense:
     Raises NotImplementedError where its forward may do more than multiply: a subclass (adapters, quantised and parametrised linears), a
     hook, a weight that is no plain floating-point tensor (sharded, quantised).
     """
-    _plain(name, module, nn.Linear)
+    plain(name, module, nn.Linear)
     assert isinstance(module, nn.Linear)
     return Dense(*_parameters(name, module, (module.out_features, module.in_features)))
 
 
 def norm(name: str, module: nn.Module, spec: BlockSpec, width: int) -> NormWeights:
-    """The scale and shift, `width` wide, of `module`, the `nn.RMSNorm` or `nn.LayerNorm` that `spec` asks for and nothing more; raises like `dense`."""
-    _plain(name, module, nn.RMSNorm if spec.norm == "rms" else nn.LayerNorm)
+    """The scale and shift, `width` wide, of `module`, the `nn.RMSNorm` or `nn.LayerNorm` that `spec` asks for and nothing more.
+
+    Raises like `dense`.
+    """
+    plain(name, module, nn.RMSNorm if spec.norm == "rms" else nn.LayerNorm)
     if module.eps != spec.norm_eps:
         raise NotImplementedError(f"{name}.eps must be the spec's norm_eps {spec.norm_eps}, got {module.eps}")
     return NormWeights(*_parameters(name, module, (width,)))
 
 
-def _plain(name: str, module: nn.Module, kind: type) -> None:
+def plain(name: str, module: nn.Module, kind: type) -> None:
+    """Refuse by name, with NotImplementedError, a module whose class, hooks or own `forward` may do more than a `kind` does."""
     if type(module) is not kind:
         raise NotImplementedError(f"{name} must be exactly {kind.__name__}, got {type(module).__name__}, whose forward would be skipped")
     for hooks in _HOOKS:

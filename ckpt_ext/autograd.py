@@ -19,8 +19,10 @@ What `BlockFunction` keeps:
     P, scores         heads * T * itemsize               made again inside the attention's backward kernel
     down(hidden)      dim * itemsize                     never needed again
     parameters        -                                  saved as inputs of the Function, not copied
-    q, k before       (heads + kv_heads) * head_dim      recomputed     recomputed    saved
-      a norm of them  * itemsize, statistics
+    raw q, k          (heads + kv_heads) * head_dim      recomputed     recomputed    saved
+                      * itemsize, where they have a norm
+    qk statistics     4 a row of q and of k              recomputed     recomputed    saved
+                      (LayerNorm: 8)
     cos, sin          rope_dim * 4                       saved, one table for all blocks
     mask              8 (segments), heads * T (dense)    saved, one for all blocks
 
@@ -44,53 +46,42 @@ from .guards import differentiable_once, own, without_autocast
 from .masks import AttentionMask, full_mask
 from .projections import Dense, Projection
 from .rng import Dropout, Site
+from .run import kept_names, run_block
 from .scoring import Scoring
+from .segments import Place
 from .spec import pointwise
-from .weights import BlockWeights
-
-
-def run_block(call: BlockCall, weights: BlockWeights, x: Tensor, shared: Shared) -> tuple[Tensor, list[Tensor]]:
-    """The block's output, and what `call.save` keeps besides the inputs: internals of the attention half, then the rest for "all"."""
-    mid, internals = attention_half.forward(call, weights, x, shared, kept={})
-    # What backward rebuilds is dropped before the MLP half makes its own.
-    kept = list(map(internals.__getitem__, _kept_names(call)))
-    del internals
-    y, slices = mlp_half.forward(call, weights, mid, shared.dropout(call.spec))
-    if call.save == "all":
-        kept += [mid, *(tensor for internals in slices for tensor in internals.values())]
-    return y, kept
-
-
-def _kept_names(call: BlockCall) -> tuple[str, ...]:
-    """Which internals of the attention half are kept."""
-    return {"input": (), "attention": ("out", "lse"), "all": attention_half.internals_of(call.spec)}[call.save]
-
 
 _SHARED = len(Shared._fields)
 
 
 class BlockFunction(torch.autograd.Function):
-    """`y = apply(call, x, *shared, *tensors)`; `call.layout` tells what the parameters `tensors` are.
+    """`y = apply(call, place, x, *shared, *tensors)`; `call.layout` tells what the parameters `tensors` are.
+
+    `place` is the block's in a segment, or None: behind the first block of a segment x is not saved, but made again when it is needed.
 
     Every parameter is an input, so its gradient is returned, once; a change in place between forward and backward is detected; and y
     requires grad when any of them does. Double backward raises RuntimeError.
     """
 
     @staticmethod
-    def forward(ctx, call: BlockCall, x: Tensor, *inputs) -> Tensor:
+    def forward(ctx, call: BlockCall, place: Place | None, x: Tensor, *inputs) -> Tensor:
         shared, tensors = Shared(*inputs[:_SHARED]), inputs[_SHARED:]
         with without_autocast(x):
             y, kept = run_block(call, call.layout.bind(tensors), x, shared)
-        ctx.call = call
-        ctx.save_for_backward(x, *inputs, *kept)
+        ctx.call, ctx.place = call, place
+        ctx.save_for_backward(x if place is None or place.is_first else None, *inputs, *kept)
+        if place is not None:
+            place.segment.join(ctx)
         return own(y)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad_y: Tensor):
         call: BlockCall = ctx.call
-        _, needs_x, *needs_inputs = ctx.needs_input_grad
+        _, _, needs_x, *needs_inputs = ctx.needs_input_grad
         x, *rest = ctx.saved_tensors
+        if x is None:
+            x = ctx.place.input()
         inputs, kept = rest[: len(needs_inputs)], rest[len(needs_inputs) :]
         del rest
         shared, tensors, needs_tensors = Shared(*inputs[:_SHARED]), inputs[_SHARED:], needs_inputs[_SHARED:]
@@ -98,7 +89,7 @@ class BlockFunction(torch.autograd.Function):
         needs_mid = needs_x or any(any(needs.get(part, ())) for part in attention_half.PARTS)
 
         with without_autocast(x):
-            internals = dict(zip(_kept_names(call), kept, strict=False))
+            internals = dict(zip(kept_names(call), kept, strict=False))
             slices: list[dict[str, Tensor]] = []
             if call.save == "all":
                 mid, *kept = kept[len(internals) :]
@@ -113,7 +104,7 @@ class BlockFunction(torch.autograd.Function):
                     call, weights, needs, needs_x, grad_mid, x, internals, shared
                 )
                 grads |= attention_grads
-        return None, grad_x, *[None] * _SHARED, *call.layout.join(grads)
+        return None, None, grad_x, *[None] * _SHARED, *call.layout.join(grads)
 
 
 class AttentionCall(NamedTuple):

@@ -12,6 +12,7 @@ from .call import BlockCall, Shared
 from .guards import without_autocast
 from .masks import AttentionMask, attention_mask, full_mask
 from .rng import Dropout, Site
+from .segments import Place
 from .sites import drops
 from .slicing import slicing
 from .spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, BackendName, BlockSpec, Policy, is_gated
@@ -21,14 +22,14 @@ from .weights import BlockWeights
 
 def block(
     x: Tensor, weights: BlockWeights, spec: BlockSpec, *, mask: AttentionMask | None = None,
-    policy: Policy | None = None, backend: BackendName = "auto", training: bool = False,
-) -> Tensor:
+    policy: Policy | None = None, backend: BackendName = "auto", training: bool = False, place: Place | None = None,
+) -> Tensor:  # fmt: skip
     """A transformer block on `x [B, T, dim]` (float64, float32, bfloat16 or float16); y has x's shape and dtype.
 
     Between forward and backward it keeps what `policy` says, x alone by default. Dropout of `spec` is drawn where `training`, from state
     reserved in the default generator of x's device. Under autocast the branches compute in autocast's dtype and the residual stream in x's.
     Weights may have another dtype than x; each gradient has its tensor's. `mask`, from `attention_mask`, adds documents, padding or a dense
-    mask to the spec's causality and window.
+    mask to the spec's causality and window. `place` is for `checkpoint_sequential`, which puts blocks into segments.
 
     Raises ValueError for a wrong shape, dtype or device, and RuntimeError for a backend that cannot run.
     """
@@ -46,7 +47,7 @@ def block(
     state = rng.reserve(x.device) if training and drops(spec) else None
     shared = Shared(*rope.table(spec, x.size(1), call.dtype, x.device), state, *(mask or AttentionMask()))
     if _differentiated(x, *tensors):
-        return BlockFunction.apply(call, x, *shared, *tensors)
+        return BlockFunction.apply(call, place, x, *shared, *tensors)
     with without_autocast(x):
         return run_block(call, weights, x, shared)[0]
 
@@ -59,7 +60,8 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """`drop(softmax(mask(cap(q k^T * scale)))) v` for `q [B, H, Tq, D]`, `k` and `v [B, KV, Tk, D]`, KV a divisor of H.
 
-    The result is `[B, H, Tq, D]` in q's dtype. Keeps q, k, v, the output and its log-sum-exp for backward (arXiv:2307.08691). Under autocast it computes in autocast's dtype.
+    The result is `[B, H, Tq, D]` in q's dtype. Keeps q, k, v, the output and its log-sum-exp for backward (arXiv:2307.08691). Under
+    autocast it computes in autocast's dtype.
 
     Args:
         causal: query i sees keys j <= i, also if Tq != Tk, as in `scaled_dot_product_attention`.

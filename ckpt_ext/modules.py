@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from . import adopt, functional, reference, rng, rope
 from .masks import AttentionMask
+from .segments import Place
 from .sites import drops
 from .spec import BackendName, BlockSpec, Policy
 from .validate import instance, one_of
@@ -19,7 +20,8 @@ class TransformerBlock(nn.Module):
     """A pre-norm transformer block that keeps between forward and backward what `policy` says, its input alone by default.
 
     `y = block(x)` with x and y `[B, T, spec.dim]`, or `block(x, mask=attention_mask(...))` with documents, padding or a dense mask.
-    Parameters live in ordinary `nn.Linear`, `nn.RMSNorm` and `nn.LayerNorm` children, whose forward is stepped around: a child that has been replaced or hooked raises NotImplementedError by name at the next call.
+    Parameters live in ordinary `nn.Linear`, `nn.RMSNorm` and `nn.LayerNorm` children, whose forward is stepped around: a child that has
+    been replaced or hooked raises NotImplementedError by name at the next call.
 
     Args:
         spec: every static property of the block.
@@ -80,8 +82,10 @@ class TransformerBlock(nn.Module):
             sinks=None if self.sinks is None else Sinks(self.sinks),
         )
 
-    def forward(self, x: Tensor, *, mask: AttentionMask | None = None) -> Tensor:
-        return functional.block(x, self.weights(), self.spec, mask=mask, policy=self.policy, backend=self.backend, training=self.training)
+    def forward(self, x: Tensor, *, mask: AttentionMask | None = None, place: Place | None = None) -> Tensor:
+        return functional.block(
+            x, self.weights(), self.spec, mask=mask, policy=self.policy, backend=self.backend, training=self.training, place=place
+        )
 
     def extra_repr(self) -> str:
         return f"{self.spec}, save={self.policy.save!r}, backend={self.backend!r}"
@@ -93,7 +97,8 @@ class EagerBlock(TransformerBlock):
     Attention goes through `scaled_dot_product_attention` where that can do it.
     """
 
-    def forward(self, x: Tensor, *, mask: AttentionMask | None = None) -> Tensor:
+    # Its intermediates are autograd's own, so it has no place in a segment.
+    def forward(self, x: Tensor, *, mask: AttentionMask | None = None) -> Tensor:  # type: ignore[override]
         cos, sin = rope.table(self.spec, x.size(1), x.dtype, x.device)
         table = None if cos is None or sin is None else (cos, sin)
         state = rng.reserve(x.device) if self.training and drops(self.spec) else None

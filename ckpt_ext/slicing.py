@@ -49,3 +49,16 @@ def _divisor(number: int, most: int) -> int:
 def spans(total: int, size: int) -> Iterator[slice]:
     """`0..total` in slices of `size`, the last one shorter; one empty slice of nothing."""
     yield from (slice(start, min(start + size, total)) for start in range(0, max(total, 1), size))
+
+
+def working_set(spec: BlockSpec, tokens: int, itemsize: int) -> int:
+    """About how many bytes a block's backward holds at its peak, beside inputs: a model, good enough to weigh blocks against each other.
+
+    Both halves hold q, k, v and the attention output. The MLP half adds the gradients of y and mid and a slice's intermediates, about as
+    large as one more input; the attention half the gradients of mid, of the attention output and of the normed rows, and those of a group
+    of heads.
+    """
+    attention_width, key_width = spec.heads * spec.head_dim, 2 * spec.kv_heads * spec.head_dim
+    held = 2 * attention_width + key_width
+    group = (attention_width + key_width) // _divisor(spec.kv_heads, _HEAD_GROUPS)
+    return tokens * itemsize * (held + max(3 * spec.dim, 2 * spec.dim + attention_width + group))

@@ -8,9 +8,13 @@ Forward, for one head, with mask D = keep / (1 - p):  S = scale q k^T,  P = exp(
     rowsum(P * dP) = rowsum(G * out) = delta    as sum_j P_ij D_ij (G v^T)_ij = G_i . out_i
     dq = scale dS k,  dk = scale dS^T q         S is linear in q and in k
 
+With a softcap, S = cap tanh(s / cap) and s = scale q k^T; then dS has the factor 1 - tanh(s / cap)^2 on its way to q and k. A sink's weight
+is one more column of P that meets no value, hence d sink = -sum_i exp(sink - lse_i) delta_i.
+
 P's rows need no sum here, so each tile of P stands alone: one kernel walks the queries of a tile of keys for dk and dv, another the keys of
 a tile of queries for dq. Both rebuild P, which costs two products more than sharing it, and in return no sum is shared between programs:
-no atomics, the same bits every time. Under grouped queries dk and dv sum over the group's heads inside the program.
+no atomics, the same bits every time. Under grouped queries dk and dv sum over the group's heads inside the program. masking.py says which
+tiles a program visits.
 
 Stored between forward and backward: q, k, v, out, lse. Not stored: scores, weights, dropout masks.
 """
@@ -20,10 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_forward import LOG2_E, first_mask_row, key_ranges, locate, visible
+from .attention_forward import LOG2_E, capped_scores, first_dropout_row, locate
 from .dropout import dropout_batch_rows, dropout_constants, dropout_row_start, dropout_state
 from .launch import accumulate_dtype, launch, operand_dtype
+from .masking import key_phases, key_ranges, mask_constants, mask_pointers, mask_strides, query_phases, query_ranges, visible
 from .primitives import apply_dropout, dot, head_start, keep_mask, load_rows, store_rows
+from .segments import key_spans, query_spans
 from .tiles import Tile, attention_backward_tile
 
 
@@ -32,19 +38,6 @@ def _load_lse_log2(lse_ptr, rows, inside):
     """lse in base 2. A row that saw no key has lse -inf; +inf in its place makes all its rebuilt weights 0."""
     lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
-
-
-@triton.jit
-def query_ranges(first_key, query_count, key_count, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """`(first, full)`: before `first` no query sees any key of the tile, from `full` on every query sees all of it."""
-    first = 0
-    full = 0
-    if CAUSAL:
-        first = first_key // BLOCK_M * BLOCK_M
-        full = tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M
-    # The last tile may reach beyond the keys, and that no query sees.
-    full = tl.where(first_key + BLOCK_N > key_count, query_count, full)
-    return first, tl.minimum(full, query_count)
 
 
 @triton.jit
@@ -63,9 +56,9 @@ def _attention_delta(
 
 @triton.jit
 def _walk_queries(
-    grad_key, grad_value, key, value, q_head_ptr, grad_head_ptr, q_strides, grad_strides, lse_ptr, delta_ptr, state_ptr,
-    keys, first_row, mask_row, first_key, dims, first_query, end_query, query_count, key_count,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    grad_key, grad_value, key, value, q_head_ptr, grad_head_ptr, lse_ptr, delta_ptr, state_ptr, q_strides, grad_strides,
+    mask, keys, first_row, dropout_row, first_key, dims, first_query, end_query, query_count, key_count,
+    MASKED: tl.constexpr, BEHIND: tl.constexpr, AHEAD: tl.constexpr, HEAD_DIM: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
     OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -83,27 +76,31 @@ def _walk_queries(
         delta = tl.load(delta_ptr + first_row + queries, mask=inside, other=0.0)
 
         zeros = tl.zeros((BLOCK_N, BLOCK_M), grad_key.dtype)
-        scores = dot(key, tl.trans(query), zeros, OPERAND) * SCALE_LOG2
+        scores, tangents = capped_scores(dot(key, tl.trans(query), zeros, OPERAND), SCALE, SOFTCAP)
         if MASKED:
-            scores = tl.where(visible(queries[None, :], keys[:, None], key_count, CAUSAL), scores, float("-inf"))
+            seen = visible(mask, queries[None, :], keys[:, None], query_count, key_count, BEHIND, AHEAD)
+            scores = tl.where(seen, scores, float("-inf"))
         weights = tl.exp2(scores - lse_log2[None, :])
         grad_weights = dot(value, tl.trans(grad), zeros, OPERAND)
         dropped = weights
         if HAS_DROPOUT:
-            keep = tl.trans(keep_mask(state_ptr, mask_row + queries, first_key, key_count, SITE, THRESHOLD, BLOCK_N))
+            keep = tl.trans(keep_mask(state_ptr, dropout_row + queries, first_key, key_count, SITE, THRESHOLD, BLOCK_N))
             dropped = apply_dropout(weights, keep, DROPOUT_SCALE)
             grad_weights = apply_dropout(grad_weights, keep, DROPOUT_SCALE)
         grad_value = dot(dropped, grad, grad_value, OPERAND)
-        grad_key = dot(weights * (grad_weights - delta[None, :]), query, grad_key, OPERAND)
+        grad_scores = weights * (grad_weights - delta[None, :])
+        if SOFTCAP is not None:
+            grad_scores *= 1 - tangents * tangents
+        grad_key = dot(grad_scores, query, grad_key, OPERAND)
     return grad_key, grad_value
 
 
 @triton.jit
 def _attention_backward_keys(
-    grad_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, state_ptr,
-    grad_strides, q_strides, k_strides, v_strides, dk_strides, dv_strides,
-    heads, kv_heads, query_count, key_count, mask_first_row, mask_batch_rows,
-    HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr,
+    grad_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, state_ptr, mask_ptrs,
+    grad_strides, q_strides, k_strides, v_strides, dk_strides, dv_strides, mask_strides,
+    heads, kv_heads, query_count, key_count, dropout_first_row, dropout_batch_rows,
+    BEHIND: tl.constexpr, AHEAD: tl.constexpr, PHASES: tl.constexpr, HEAD_DIM: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
     ACC: tl.constexpr, OPERAND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -117,23 +114,22 @@ def _attention_backward_keys(
     grad_key = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     grad_value = tl.zeros((BLOCK_N, BLOCK_D), ACC)
 
-    first_query, full = query_ranges(first_key, query_count, key_count, CAUSAL, BLOCK_M, BLOCK_N)
+    bounds = query_ranges((mask_ptrs, mask_strides, batch, 0), first_key, query_count, key_count, BEHIND, AHEAD, BLOCK_M, BLOCK_N)
     group = heads // kv_heads
     for head in range(kv_head * group, kv_head * group + group):
         first_row = tl.cast(batch * heads + head, tl.int64) * query_count
-        mask_row = first_mask_row(mask_first_row, mask_batch_rows, batch, head, query_count)
+        dropout_row = first_dropout_row(dropout_first_row, dropout_batch_rows, batch, head, query_count)
         q_head_ptr = head_start(q_ptr, batch, head, q_strides)
         grad_head_ptr = head_start(grad_ptr, batch, head, grad_strides)
-        grad_key, grad_value = _walk_queries(
-            grad_key, grad_value, key, value, q_head_ptr, grad_head_ptr, q_strides, grad_strides, lse_ptr, delta_ptr, state_ptr,
-            keys, first_row, mask_row, first_key, dims, first_query, full, query_count, key_count,
-            True, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-        grad_key, grad_value = _walk_queries(
-            grad_key, grad_value, key, value, q_head_ptr, grad_head_ptr, q_strides, grad_strides, lse_ptr, delta_ptr, state_ptr,
-            keys, first_row, mask_row, first_key, dims, full, query_count, query_count, key_count,
-            False, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        mask = mask_ptrs, mask_strides, batch, head
+        for phase in tl.static_range(3):
+            if PHASES[phase]:
+                grad_key, grad_value = _walk_queries(
+                    grad_key, grad_value, key, value, q_head_ptr, grad_head_ptr, lse_ptr, delta_ptr, state_ptr, q_strides, grad_strides,
+                    mask, keys, first_row, dropout_row, first_key, dims, bounds[phase], bounds[phase + 1], query_count, key_count,
+                    phase != 1, BEHIND, AHEAD, HEAD_DIM, SCALE, SOFTCAP,
+                    HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
 
     store_rows(head_start(dk_ptr, batch, kv_head, dk_strides), dk_strides, keys, key_count, dims, grad_key * SCALE, HEAD_DIM)
     store_rows(head_start(dv_ptr, batch, kv_head, dv_strides), dv_strides, keys, key_count, dims, grad_value, HEAD_DIM)
@@ -141,9 +137,9 @@ def _attention_backward_keys(
 
 @triton.jit
 def _walk_keys(
-    grad_query, query, grad, lse_log2, delta, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
-    queries, mask_rows, dims, first_key, end_key, key_count,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    grad_query, query, grad, lse_log2, delta, k_head_ptr, v_head_ptr, state_ptr, k_strides, v_strides,
+    mask, queries, dropout_rows, dims, first_key, end_key, query_count, key_count,
+    MASKED: tl.constexpr, BEHIND: tl.constexpr, AHEAD: tl.constexpr, HEAD_DIM: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
     OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -153,24 +149,28 @@ def _walk_keys(
         key = load_rows(k_head_ptr, k_strides, keys, key_count, dims, HEAD_DIM)  # [BLOCK_N, BLOCK_D]
         value = load_rows(v_head_ptr, v_strides, keys, key_count, dims, HEAD_DIM)
         zeros = tl.zeros((BLOCK_M, BLOCK_N), grad_query.dtype)
-        scores = dot(query, tl.trans(key), zeros, OPERAND) * SCALE_LOG2
+        scores, tangents = capped_scores(dot(query, tl.trans(key), zeros, OPERAND), SCALE, SOFTCAP)
         if MASKED:
-            scores = tl.where(visible(queries[:, None], keys[None, :], key_count, CAUSAL), scores, float("-inf"))
+            seen = visible(mask, queries[:, None], keys[None, :], query_count, key_count, BEHIND, AHEAD)
+            scores = tl.where(seen, scores, float("-inf"))
         weights = tl.exp2(scores - lse_log2[:, None])
         grad_weights = dot(grad, tl.trans(value), zeros, OPERAND)
         if HAS_DROPOUT:
-            keep = keep_mask(state_ptr, mask_rows, start, key_count, SITE, THRESHOLD, BLOCK_N)
+            keep = keep_mask(state_ptr, dropout_rows, start, key_count, SITE, THRESHOLD, BLOCK_N)
             grad_weights = apply_dropout(grad_weights, keep, DROPOUT_SCALE)
-        grad_query = dot(weights * (grad_weights - delta[:, None]), key, grad_query, OPERAND)
+        grad_scores = weights * (grad_weights - delta[:, None])
+        if SOFTCAP is not None:
+            grad_scores *= 1 - tangents * tangents
+        grad_query = dot(grad_scores, key, grad_query, OPERAND)
     return grad_query
 
 
 @triton.jit
 def _attention_backward_queries(
-    grad_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dq_ptr, state_ptr,
-    grad_strides, q_strides, k_strides, v_strides, dq_strides,
-    heads, kv_heads, query_count, key_count, mask_first_row, mask_batch_rows,
-    HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr,
+    grad_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dq_ptr, state_ptr, mask_ptrs,
+    grad_strides, q_strides, k_strides, v_strides, dq_strides, mask_strides,
+    heads, kv_heads, query_count, key_count, dropout_first_row, dropout_batch_rows,
+    BEHIND: tl.constexpr, AHEAD: tl.constexpr, PHASES: tl.constexpr, HEAD_DIM: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
     ACC: tl.constexpr, OPERAND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -182,7 +182,8 @@ def _attention_backward_queries(
     queries = first_query + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     rows = tl.cast(batch * heads + head, tl.int64) * query_count + queries
-    mask_rows = first_mask_row(mask_first_row, mask_batch_rows, batch, head, query_count) + queries
+    mask = mask_ptrs, mask_strides, batch, head
+    dropout_rows = first_dropout_row(dropout_first_row, dropout_batch_rows, batch, head, query_count) + queries
 
     query = load_rows(head_start(q_ptr, batch, head, q_strides), q_strides, queries, query_count, dims, HEAD_DIM)
     grad = load_rows(head_start(grad_ptr, batch, head, grad_strides), grad_strides, queries, query_count, dims, HEAD_DIM)
@@ -192,41 +193,51 @@ def _attention_backward_queries(
     v_head_ptr = head_start(v_ptr, batch, kv_head, v_strides)
     grad_query = tl.zeros((BLOCK_M, BLOCK_D), ACC)
 
-    full, end = key_ranges(first_query, key_count, CAUSAL, BLOCK_M, BLOCK_N)
-    grad_query = _walk_keys(
-        grad_query, query, grad, lse_log2, delta, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
-        queries, mask_rows, dims, 0, full, key_count,
-        False, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    grad_query = _walk_keys(
-        grad_query, query, grad, lse_log2, delta, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
-        queries, mask_rows, dims, full, end, key_count,
-        True, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+    bounds = key_ranges(mask, first_query, query_count, key_count, BEHIND, AHEAD, BLOCK_M, BLOCK_N)
+    for phase in tl.static_range(3):
+        if PHASES[phase]:
+            grad_query = _walk_keys(
+                grad_query, query, grad, lse_log2, delta, k_head_ptr, v_head_ptr, state_ptr, k_strides, v_strides,
+                mask, queries, dropout_rows, dims, bounds[phase], bounds[phase + 1], query_count, key_count,
+                phase != 1, BEHIND, AHEAD, HEAD_DIM, SCALE, SOFTCAP,
+                HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, OPERAND, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
 
     store_rows(head_start(dq_ptr, batch, head, dq_strides), dq_strides, queries, query_count, dims, grad_query * SCALE, HEAD_DIM)
 
 
+def _sink_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
+    if sinks is None:
+        return None
+    weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    weights = weights.masked_fill(lse == -torch.inf, 0.0)  # the row saw no key, and its sink is -inf
+    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
-    causal: bool, scale: float, dropout=None, tile: Tile | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`(dq, dk, dv)` for `grad [B, H, Tq, D]`, each lying in memory as `[B, T, H, D]`; the other arguments as in `attention_forward`."""
+    mask, scale: float, softcap: float | None = None, sinks: Tensor | None = None, dropout=None, tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """`(dq, dk, dv, dsinks)` for `grad [B, H, Tq, D]`, the first three lying in memory as `[B, T, H, D]`, the last None without sinks.
+
+    The other arguments are as in `attention_forward`.
+    """
     batch, heads, query_count, head_dim = q.shape
     kv_heads, key_count = k.shape[1:3]
     tile = tile or attention_backward_tile(head_dim, q.dtype, q.device, dropout=dropout is not None)
     dq, dk, dv = (torch.empty(x.transpose(1, 2).shape, dtype=x.dtype, device=x.device).transpose(1, 2) for x in (q, k, v))
     lse = lse.contiguous()  # a slice of heads is not
     delta = torch.empty_like(lse)
-    mask = dropout_row_start(dropout), dropout_batch_rows(dropout, heads * query_count)
-    integers = heads, kv_heads, query_count, key_count, *mask
+    dropout_rows = dropout_row_start(dropout), dropout_batch_rows(dropout, heads * query_count)
+    integers = heads, kv_heads, query_count, key_count, *dropout_rows
     query_grid = (batch * heads * triton.cdiv(query_count, tile.block_m),)
     key_grid = (batch * kv_heads * triton.cdiv(key_count, tile.block_m),)
     accumulate, block_d = accumulate_dtype(q.dtype), max(16, triton.next_power_of_2(head_dim))
     constants = {
+        **mask_constants(mask),
         "HEAD_DIM": head_dim,
-        "CAUSAL": causal,
         "SCALE": scale,
+        "SOFTCAP": softcap,
         **dropout_constants(dropout),
         "ACC": accumulate,
         "OPERAND": operand_dtype(q.dtype),
@@ -246,9 +257,10 @@ def attention_backward(
     launch(
         _attention_backward_keys,
         key_grid,
-        grad, q, k, v, lse, delta, dk, dv, dropout_state(dropout),
-        grad.stride(), q.stride(), k.stride(), v.stride(), dk.stride(), dv.stride(),
+        grad, q, k, v, lse, delta, dk, dv, dropout_state(dropout), mask_pointers(mask, query_spans(mask, tile.block_m)),
+        grad.stride(), q.stride(), k.stride(), v.stride(), dk.stride(), dv.stride(), mask_strides(mask),
         *integers,
+        PHASES=query_phases(mask),
         BLOCK_M=tile.block_n,
         BLOCK_N=tile.block_m,
         **constants,
@@ -256,11 +268,12 @@ def attention_backward(
     launch(
         _attention_backward_queries,
         query_grid,
-        grad, q, k, v, lse, delta, dq, dropout_state(dropout),
-        grad.stride(), q.stride(), k.stride(), v.stride(), dq.stride(),
+        grad, q, k, v, lse, delta, dq, dropout_state(dropout), mask_pointers(mask, key_spans(mask, tile.block_m)),
+        grad.stride(), q.stride(), k.stride(), v.stride(), dq.stride(), mask_strides(mask),
         *integers,
+        PHASES=key_phases(mask),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         **constants,
     )  # fmt: skip
-    return dq, dk, dv
+    return dq, dk, dv, _sink_gradient(sinks, lse, delta)

@@ -1,8 +1,11 @@
-"""Attention forward: `out = drop(softmax(scale * q @ k.T + mask)) @ v`, one tile of queries per program, keys in a running softmax.
+"""Attention forward: `out = drop(softmax(mask(cap(scale * q @ k.T)))) @ v`, one tile of queries per program, keys in a running softmax.
 
 For each query row the kernel carries, over tiles of keys, the maximum m of the scores, the sum l of exp(score - m) and the weighted sum
 of values; when m grows, l and the sum are rescaled (Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135). At the end
-out = sum / l and lse = m + log(l). Dropout leaves l alone: weights are dropped after they are normalised.
+out = sum / l and lse = m + log(l). Dropout leaves l alone: weights are dropped after they are normalised. A sink is a score without a
+value that comes before all others: m begins with it, and l with 1. `cap(s) = softcap * tanh(s / softcap)`, or s.
+
+masking.py says which keys a query sees and which tiles of keys a program visits.
 
 Neither scores, nor weights, nor dropout masks are stored. Backward rebuilds them from q, k, lse and 16 bytes of RNG state.
 """
@@ -16,7 +19,9 @@ from torch import Tensor
 
 from .dropout import dropout_batch_rows, dropout_constants, dropout_row_start, dropout_state
 from .launch import accumulate_dtype, launch, operand_dtype
-from .primitives import dot, head_start, keep_mask, load_rows, store_rows
+from .masking import key_phases, key_ranges, mask_constants, mask_pointers, mask_strides, visible
+from .primitives import dot, head_start, keep_mask, load_rows, store_rows, tanh
+from .segments import key_spans
 from .tiles import Tile, attention_forward_tile
 
 # Softmax runs in powers of two, which is what the hardware has; the change of base is folded into the scale of the scores.
@@ -36,29 +41,21 @@ def locate(heads, tiles):
 
 
 @triton.jit
-def first_mask_row(mask_first_row, mask_batch_rows, batch, head, query_count):
+def first_dropout_row(dropout_first_row, dropout_batch_rows, batch, head, query_count):
     """The row of the dropout mask that belongs to the first query of a head."""
-    return mask_first_row + tl.cast(batch, tl.int64) * mask_batch_rows + tl.cast(head, tl.int64) * query_count
+    return dropout_first_row + tl.cast(batch, tl.int64) * dropout_batch_rows + tl.cast(head, tl.int64) * query_count
 
 
 @triton.jit
-def visible(queries, keys, key_count, CAUSAL: tl.constexpr):
-    """Which of `keys` each of `queries` may see. One of them is a column and the other a row: the mask lies as they do."""
-    seen = keys < key_count
-    if CAUSAL:
-        seen = seen & (keys <= queries)
-    return seen
-
-
-@triton.jit
-def key_ranges(first_query, key_count, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """`(full, end)`: keys below `full` come in whole tiles that all queries of a tile see, from `end` on no query sees any."""
-    full = key_count
-    end = key_count
-    if CAUSAL:
-        full = tl.minimum(key_count, first_query + 1)
-        end = tl.minimum(key_count, first_query + BLOCK_M)
-    return full // BLOCK_N * BLOCK_N, end
+def capped_scores(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Base-2 scores of the products q k^T, and with a softcap the tangents that they are multiples of."""
+    if SOFTCAP is None:
+        tangents = products
+        scores = products * (SCALE * LOG2_E)
+    else:
+        tangents = tanh(products * (SCALE / SOFTCAP))
+        scores = tangents * (SOFTCAP * LOG2_E)
+    return scores, tangents
 
 
 @triton.jit
@@ -74,9 +71,9 @@ def online_softmax_step(scores, running_max, running_sum):
 
 @triton.jit
 def _attend(
-    accumulator, running_max, running_sum, query, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
-    queries, mask_rows, dims, first_key, end_key, key_count,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    accumulator, running_max, running_sum, query, k_head_ptr, v_head_ptr, state_ptr, k_strides, v_strides,
+    mask, queries, dropout_rows, dims, first_key, end_key, query_count, key_count,
+    MASKED: tl.constexpr, BEHIND: tl.constexpr, AHEAD: tl.constexpr, HEAD_DIM: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr,
     OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -84,12 +81,14 @@ def _attend(
     for start in range(first_key, end_key, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         key = load_rows(k_head_ptr, k_strides, keys, key_count, dims, HEAD_DIM)  # [BLOCK_N, BLOCK_D]
-        scores = dot(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), accumulator.dtype), OPERAND) * SCALE_LOG2
+        products = dot(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), accumulator.dtype), OPERAND)
+        scores, _ = capped_scores(products, SCALE, SOFTCAP)
         if MASKED:
-            scores = tl.where(visible(queries[:, None], keys[None, :], key_count, CAUSAL), scores, float("-inf"))
+            seen = visible(mask, queries[:, None], keys[None, :], query_count, key_count, BEHIND, AHEAD)
+            scores = tl.where(seen, scores, float("-inf"))
         weights, running_max, running_sum, rescale = online_softmax_step(scores, running_max, running_sum)
         if HAS_DROPOUT:
-            keep = keep_mask(state_ptr, mask_rows, start, key_count, SITE, THRESHOLD, BLOCK_N)
+            keep = keep_mask(state_ptr, dropout_rows, start, key_count, SITE, THRESHOLD, BLOCK_N)
             weights = tl.where(keep, weights, 0.0)
         value = load_rows(v_head_ptr, v_strides, keys, key_count, dims, HEAD_DIM)  # [BLOCK_N, BLOCK_D]
         accumulator = dot(weights, value, accumulator * rescale[:, None], OPERAND)
@@ -98,10 +97,10 @@ def _attend(
 
 @triton.jit
 def _attention_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, state_ptr,
-    q_strides, k_strides, v_strides, out_strides,
-    heads, kv_heads, query_count, key_count, mask_first_row, mask_batch_rows,
-    HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, state_ptr, mask_ptrs,
+    q_strides, k_strides, v_strides, out_strides, mask_strides,
+    heads, kv_heads, query_count, key_count, dropout_first_row, dropout_batch_rows,
+    BEHIND: tl.constexpr, AHEAD: tl.constexpr, PHASES: tl.constexpr, HEAD_DIM: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
     ACC: tl.constexpr, OPERAND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -112,28 +111,30 @@ def _attention_forward(
     kv_head = head // (heads // kv_heads)
     queries = first_query + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    mask_rows = first_mask_row(mask_first_row, mask_batch_rows, batch, head, query_count) + queries
+    mask = mask_ptrs, mask_strides, batch, head
+    dropout_rows = first_dropout_row(dropout_first_row, dropout_batch_rows, batch, head, query_count) + queries
 
     query = load_rows(head_start(q_ptr, batch, head, q_strides), q_strides, queries, query_count, dims, HEAD_DIM)
     k_head_ptr = head_start(k_ptr, batch, kv_head, k_strides)
     v_head_ptr = head_start(v_ptr, batch, kv_head, v_strides)
     accumulator = tl.zeros((BLOCK_M, BLOCK_D), ACC)
-    running_max = tl.full((BLOCK_M,), float("-inf"), ACC)
-    running_sum = tl.zeros((BLOCK_M,), ACC)
+    if sinks_ptr is None:
+        running_max = tl.full((BLOCK_M,), float("-inf"), ACC)
+        running_sum = tl.zeros((BLOCK_M,), ACC)
+    else:
+        running_max = tl.zeros((BLOCK_M,), ACC) + tl.load(sinks_ptr + head).to(ACC) * LOG2_E
+        running_sum = tl.full((BLOCK_M,), 1.0, ACC)
 
-    full, end = key_ranges(first_query, key_count, CAUSAL, BLOCK_M, BLOCK_N)
-    accumulator, running_max, running_sum = _attend(
-        accumulator, running_max, running_sum, query, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
-        queries, mask_rows, dims, 0, full, key_count,
-        False, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, OPERAND, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    accumulator, running_max, running_sum = _attend(
-        accumulator, running_max, running_sum, query, k_head_ptr, v_head_ptr, k_strides, v_strides, state_ptr,
-        queries, mask_rows, dims, full, end, key_count,
-        True, HEAD_DIM, CAUSAL, SCALE * LOG2_E, HAS_DROPOUT, SITE, THRESHOLD, OPERAND, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+    bounds = key_ranges(mask, first_query, query_count, key_count, BEHIND, AHEAD, BLOCK_M, BLOCK_N)
+    for phase in tl.static_range(3):
+        if PHASES[phase]:
+            accumulator, running_max, running_sum = _attend(
+                accumulator, running_max, running_sum, query, k_head_ptr, v_head_ptr, state_ptr, k_strides, v_strides,
+                mask, queries, dropout_rows, dims, bounds[phase], bounds[phase + 1], query_count, key_count,
+                phase != 1, BEHIND, AHEAD, HEAD_DIM, SCALE, SOFTCAP, HAS_DROPOUT, SITE, THRESHOLD, OPERAND, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
 
-    # A row that saw no key has sum 0 and maximum -inf: its output is 0 and its lse -inf.
+    # A row that saw no key and has no sink has sum 0 and maximum -inf: its output is 0 and its lse -inf.
     total = tl.where(running_sum == 0, 1.0, running_sum)
     out = accumulator * (DROPOUT_SCALE / total)[:, None]
     store_rows(head_start(out_ptr, batch, head, out_strides), out_strides, queries, query_count, dims, out, HEAD_DIM)
@@ -142,11 +143,13 @@ def _attention_forward(
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout=None, tile: Tile | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *,
+    mask, scale: float, softcap: float | None = None, sinks: Tensor | None = None, dropout=None, tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`(out [B, H, Tq, D], lse [B, H, Tq])` of `q [B, H, Tq, D]` and `k, v [B, KV, Tk, D]`, KV a divisor of H, with any strides.
 
-    Causal lets query i see keys 0..i. `out` lies in memory as `[B, Tq, H, D]`; lse is a natural logarithm, -inf where a query sees no key.
+    `mask` is as in masking.py, `sinks` `[H]`. `out` lies in memory as `[B, Tq, H, D]`; lse is a natural logarithm with the sink in it. A
+    query that sees no key gets zeros and, unless there is a sink, lse -inf.
     """
     batch, heads, query_count, head_dim = q.shape
     kv_heads, key_count = k.shape[1:3]
@@ -154,15 +157,18 @@ def attention_forward(
     out = torch.empty((batch, query_count, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.empty((batch, heads, query_count), dtype=lse_dtype, device=q.device)
+    sinks = None if sinks is None else sinks.contiguous()
     launch(
         _attention_forward,
         (batch * heads * triton.cdiv(query_count, tile.block_m),),
-        q, k, v, out, lse, dropout_state(dropout),
-        q.stride(), k.stride(), v.stride(), out.stride(),
+        q, k, v, out, lse, sinks, dropout_state(dropout), mask_pointers(mask, key_spans(mask, tile.block_m)),
+        q.stride(), k.stride(), v.stride(), out.stride(), mask_strides(mask),
         heads, kv_heads, query_count, key_count, dropout_row_start(dropout), dropout_batch_rows(dropout, heads * query_count),
+        **mask_constants(mask),
+        PHASES=key_phases(mask),
         HEAD_DIM=head_dim,
-        CAUSAL=causal,
         SCALE=scale,
+        SOFTCAP=softcap,
         **dropout_constants(dropout),
         ACC=accumulate_dtype(q.dtype),
         OPERAND=operand_dtype(q.dtype),

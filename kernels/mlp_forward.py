@@ -16,9 +16,48 @@ from torch import Tensor
 from .activation import value_and_slope
 from .dropout import dropout_state
 from .launch import launch
-from .mlp_tile import Norm, gate_and_up, grouped_tile, launch_arguments
+from .mlp_tile import WRITTEN_COLS, Norm, gate_and_up, grouped_tile, halves, launch_arguments
 from .primitives import apply_dropout, keep_mask, ptr_offset, store
 from .tiles import Tile, mlp_tile
+
+
+@triton.jit
+def _write_hidden(
+    gate, up, rows, first_col, hidden_ptr, gate_ptr, up_ptr, state_ptr, num_rows, num_cols, mask_first_row, hidden_strides,
+    GATED: tl.constexpr, POINTWISE: tl.constexpr, KEEP: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The hidden layer of a tile whose columns begin at `first_col`, and with KEEP its gate and up."""
+    if BLOCK_N > WRITTEN_COLS:
+        gate_left, gate_right = halves(gate)
+        up_left, up_right = halves(up)
+        _write_hidden(
+            gate_left, up_left, rows, first_col, hidden_ptr, gate_ptr, up_ptr, state_ptr, num_rows, num_cols, mask_first_row,
+            hidden_strides, GATED, POINTWISE, KEEP, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, ACC, BLOCK_N // 2,
+        )  # fmt: skip
+        _write_hidden(
+            gate_right, up_right, rows, first_col + BLOCK_N // 2, hidden_ptr, gate_ptr, up_ptr, state_ptr, num_rows, num_cols,
+            mask_first_row, hidden_strides, GATED, POINTWISE, KEEP, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, ACC, BLOCK_N // 2,
+        )  # fmt: skip
+        return
+    cols = first_col + tl.arange(0, BLOCK_N)
+    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    outputs = ptr_offset((rows[:, None], cols[None, :]), hidden_strides)
+    if KEEP:
+        tl.store(up_ptr + outputs, up, mask=mask)
+        if GATED:
+            tl.store(gate_ptr + outputs, gate, mask=mask)
+    up = up.to(ACC)
+    if GATED:
+        value, _ = value_and_slope(gate.to(ACC), POINTWISE)
+        hidden = value * up
+    else:
+        hidden, _ = value_and_slope(up, POINTWISE)
+    if HAS_DROPOUT:
+        keep = keep_mask(state_ptr, mask_first_row + rows, first_col, num_cols, SITE, THRESHOLD, BLOCK_N)
+        hidden = apply_dropout(hidden, keep, DROPOUT_SCALE)
+    store(hidden_ptr + outputs, hidden, mask=mask)
 
 
 @triton.jit
@@ -31,27 +70,15 @@ def _mlp_fwd(
     ACC: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     rows, first_col = grouped_tile(num_rows, num_cols, BLOCK_M, BLOCK_N)
-    cols = first_col + tl.arange(0, BLOCK_N)
     gate, up = gate_and_up(
         x_ptr, stats_ptr, norm_weight_ptr, norm_bias_ptr, gate_weight_ptr, up_weight_ptr, gate_bias_ptr, up_bias_ptr,
-        rows, cols, num_rows, num_cols, dim, x_strides, gate_weight_strides, up_weight_strides,
+        rows, first_col, num_rows, num_cols, dim, x_strides, gate_weight_strides, up_weight_strides,
         GATED, NORM, OFFSET, ACC, OPERAND, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
-    outputs = ptr_offset((rows[:, None], cols[None, :]), hidden_strides)
-    if KEEP:
-        store(up_ptr + outputs, up, mask=mask)
-    if GATED:
-        if KEEP:
-            store(gate_ptr + outputs, gate, mask=mask)
-        value, _ = value_and_slope(gate, POINTWISE)
-        hidden = value * up
-    else:
-        hidden, _ = value_and_slope(up, POINTWISE)
-    if HAS_DROPOUT:
-        keep = keep_mask(state_ptr, mask_first_row + rows, first_col, num_cols, SITE, THRESHOLD, BLOCK_N)
-        hidden = apply_dropout(hidden, keep, DROPOUT_SCALE)
-    store(hidden_ptr + outputs, hidden, mask=mask)
+    _write_hidden(
+        gate, up, rows, first_col, hidden_ptr, gate_ptr, up_ptr, state_ptr, num_rows, num_cols, mask_first_row, hidden_strides,
+        GATED, POINTWISE, KEEP, HAS_DROPOUT, SITE, THRESHOLD, DROPOUT_SCALE, ACC, BLOCK_N,
+    )  # fmt: skip
 
 
 def mlp_forward(
@@ -63,7 +90,7 @@ def mlp_forward(
     Weights are `[hidden, dim]`, biases `[hidden]`; w_gate is None in a plain MLP, and so is its output. `norm` needs `stats`, the rows'
     statistics as `norm_stats` makes them.
     """
-    tile = tile or mlp_tile(w_up.dtype, x.device, dropout=dropout is not None)
+    tile = tile or mlp_tile(w_up.dtype, x.device)
     shared = launch_arguments(x, w_gate, w_up, b_gate, b_up, norm, stats, pointwise, dropout, tile)
     shape = x.size(0), w_up.size(0)
     hidden = torch.empty(shape, dtype=w_up.dtype, device=x.device)

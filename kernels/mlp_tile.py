@@ -24,6 +24,8 @@ _TRUNCATES_BF16 = tl.constexpr(INTERPRETED)
 # Tiles of rows that are worked on side by side. They read the same tiles of the weights at about the same time, hence once from memory,
 # and their own rows stay in the L2 cache: 1024 rows of 4096 bfloat16 are 8 MiB.
 _GROUP = tl.constexpr(8)
+# What follows the products is done for so many columns at a time: the more, the more intermediate values beside the two sums in registers.
+WRITTEN_COLS = tl.constexpr(32)
 
 
 class Norm(NamedTuple):
@@ -59,6 +61,12 @@ def grouped_tile(num_rows, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @triton.jit
+def halves(tile):
+    """The left and the right columns of a tile."""
+    return tl.split(tl.trans(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def _load_stats(stats_ptr, rows, in_rows, NORM: tl.constexpr):
     """mean and rstd of `rows`; an RMS norm has no mean, and none of it is used."""
     last = tl.cast(rows, tl.int64) * 2 + 1 if NORM == "layer" else tl.cast(rows, tl.int64)
@@ -72,8 +80,9 @@ def _normalise(x, mean, rstd, weight_ptr, bias_ptr, dims, in_dim, NORM: tl.const
     """A tile of rows as norm.py stores it, in x's dtype."""
     centred = x.to(rstd.dtype)
     if NORM == "layer":
-        centred = tl.where(in_dim[None, :], centred - mean[:, None], 0.0)
-    scale = tl.load(weight_ptr + dims, mask=in_dim, other=0.0).to(rstd.dtype) + OFFSET
+        centred -= mean[:, None]
+    # No scale outside of the row, where there is -mean: an infinity in float16 would not become zero by the zeros of the weights.
+    scale = tl.where(in_dim, tl.load(weight_ptr + dims, mask=in_dim, other=0.0).to(rstd.dtype) + OFFSET, 0.0)
     y = centred * rstd[:, None] * scale[None, :]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + dims, mask=in_dim, other=0.0).to(rstd.dtype)[None, :]
@@ -82,21 +91,22 @@ def _normalise(x, mean, rstd, weight_ptr, bias_ptr, dims, in_dim, NORM: tl.const
 
 @triton.jit
 def _finish(product, bias_ptr, cols, num_cols, DTYPE: tl.constexpr):
-    """A product with its bias, rounded to DTYPE and widened again."""
+    """A product with its bias, rounded to DTYPE."""
     if bias_ptr is not None:
         product += tl.load(bias_ptr + cols, mask=cols < num_cols, other=0.0).to(product.dtype)[None, :]
-    return nearest(product, DTYPE).to(product.dtype)
+    return nearest(product, DTYPE)
 
 
 @triton.jit
 def gate_and_up(
     x_ptr, stats_ptr, norm_weight_ptr, norm_bias_ptr, gate_weight_ptr, up_weight_ptr, gate_bias_ptr, up_bias_ptr,
-    rows, cols, num_rows, num_cols, dim, x_strides, gate_weight_strides, up_weight_strides,
+    rows, first_col, num_rows, num_cols, dim, x_strides, gate_weight_strides, up_weight_strides,
     GATED: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, ACC: tl.constexpr, OPERAND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """gate and up at `rows` and `cols`, rounded to the weights' dtype, in ACC; gate is of no meaning unless GATED."""
+    """gate and up at `rows` and at the columns from `first_col` on, in the weights' dtype; gate is of no meaning unless GATED."""
     dtype: tl.constexpr = up_weight_ptr.dtype.element_ty
+    cols = first_col + tl.arange(0, BLOCK_N)
     in_rows, in_cols = rows < num_rows, cols < num_cols
     depths = tl.arange(0, BLOCK_K)
     x_tile = x_ptr + ptr_offset((rows[:, None], depths[None, :]), x_strides)

@@ -266,7 +266,8 @@ def norm_backward(
     tile = norm_backward_tile(num_cols, x.dtype, x.device)
     row_blocks, col_blocks = triton.cdiv(num_rows, tile.block_m), triton.cdiv(num_cols, tile.block_n)
     programs = norm_backward_programs(row_blocks, col_blocks, tile, x.device)
-    partials = torch.empty((2, programs, num_cols) if params else (2, 0, 0), dtype=stats.dtype, device=x.device)
+    partials = torch.empty((1 if bias is None else 2, programs if params else 0, num_cols), dtype=stats.dtype, device=x.device)
+    weight_partials, bias_partials = partials[0], partials[-1]  # without a bias, nothing is written to the latter
     strides = grad_rows.stride(), x_rows.stride(), weight.stride()
     shared = {
         "LAYER": kind == "layer", "OFFSET": offset, "ACC": accumulate_dtype(x.dtype),
@@ -277,10 +278,10 @@ def norm_backward(
         means = torch.empty((num_rows, 2), dtype=stats.dtype, device=x.device)
         launch(_norm_bwd_means, (row_blocks,), grad_rows, x_rows, weight, stats, means, num_rows, num_cols, *strides, **shared)
     launch(
-        _norm_bwd, (programs, col_blocks), grad_rows, x_rows, weight, stats, means, onto_rows, dx, *partials, num_rows, num_cols,
-        *strides, None if onto_rows is None else onto_rows.stride(), dx.stride(), partials[0].stride(),
+        _norm_bwd, (programs, col_blocks), grad_rows, x_rows, weight, stats, means, onto_rows, dx, weight_partials, bias_partials,
+        num_rows, num_cols, *strides, None if onto_rows is None else onto_rows.stride(), dx.stride(), weight_partials.stride(),
         WHOLE_ROW=col_blocks == 1, HAS_BIAS=bias is not None, HAS_ONTO=onto is not None, PARAMS=params, **shared,
     )  # fmt: skip
-    dweight = _sum_partials(partials[0], weight) if params else None
-    dbias = _sum_partials(partials[1], bias) if params and bias is not None else None
+    dweight = _sum_partials(weight_partials, weight) if params else None
+    dbias = _sum_partials(bias_partials, bias) if params and bias is not None else None
     return dx.view(x.shape), dweight, dbias

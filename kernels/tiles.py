@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from .architecture import AMD, architecture
 from .launch import INTERPRETED
 
 
@@ -30,39 +31,87 @@ INTERPRETER_ROW_TILE = Tile(16, 64)
 
 # --- attention ---
 # block_m counts the rows that a program keeps, block_n those that it walks over: queries and keys, and for dk and dv keys and queries.
-# The keys are (bytes of an element, widest head). Sizes are the largest at which neither sm_80 nor sm_90 spills (`bench/aot.py`) and
-# shared memory fits 99 KiB up to 128 dimensions. Backward keeps two sums a program where forward keeps one, hence its smaller tiles;
-# float32 and float64 have no fast matrix product to feed, and their operands fill registers.
+# A row's key is (bytes of an element, widest head); the rows of "" serve every architecture that has none of its own. Nothing of 2 bytes
+# spills, and all fits the shared memory of a program; `python -m bench.aot` holds both and prints registers and memory of each row.
+# Wide tiles of block_m are what spares the L2 cache: the bytes read for a product fall with it.
+# float32 and float64 have no fast matrix product to feed and their operands fill registers, so there small tiles are as good as any.
 
-_ATTENTION_FORWARD = {
-    (2, 64): Tile(128, 64, num_warps=8, num_stages=2),
-    (2, 128): Tile(128, 64, num_warps=8, num_stages=2),
-    (2, 256): Tile(64, 32, num_warps=8, num_stages=2),
-    (4, 64): Tile(32, 32, num_warps=4, num_stages=2),
-    (4, 128): Tile(32, 16, num_warps=8, num_stages=2),
-    (4, 256): Tile(16, 16, num_warps=8, num_stages=2),
-    (8, 64): Tile(32, 16, num_warps=4, num_stages=2),
-    (8, 128): Tile(16, 16, num_warps=4, num_stages=1),
-    (8, 256): Tile(16, 16, num_warps=8, num_stages=1),
+_ATTENTION_FORWARD: dict[str, dict[tuple[int, int], Tile]] = {
+    # For sm_86 and sm_120, whose programs have 99 KiB: two stages of keys and values, and up to 240 registers.
+    "": {
+        (2, 64): Tile(128, 64, num_warps=8, num_stages=2),
+        (2, 128): Tile(128, 64, num_warps=8, num_stages=2),
+        (2, 256): Tile(64, 32, num_warps=8, num_stages=2),
+        (4, 64): Tile(32, 32, num_warps=4, num_stages=2),
+        (4, 128): Tile(32, 16, num_warps=8, num_stages=2),
+        (4, 256): Tile(16, 16, num_warps=8, num_stages=2),
+        (8, 64): Tile(32, 16, num_warps=4, num_stages=2),
+        (8, 128): Tile(16, 16, num_warps=4, num_stages=1),
+        (8, 256): Tile(16, 16, num_warps=8, num_stages=1),
+    },
+    # Registers leave room for one program a multiprocessor, so a third stage costs none of its 163 KiB that another would use.
+    "sm_80": {
+        (2, 64): Tile(128, 64, num_warps=8, num_stages=3),
+        (2, 128): Tile(128, 64, num_warps=8, num_stages=3),
+    },
+    # A group of four warps multiplies 64 rows by up to 256 columns at once, from shared memory, and is fed at full rate from 128 on.
+    "sm_90": {
+        (2, 64): Tile(128, 128, num_warps=8, num_stages=2),
+        (2, 128): Tile(128, 128, num_warps=8, num_stages=2),
+        (2, 256): Tile(128, 64, num_warps=8, num_stages=2),
+    },
+    # Sums stand in tensor memory, of 128 rows.
+    "sm_100": {
+        (2, 64): Tile(128, 128, num_warps=8, num_stages=2),
+        (2, 128): Tile(128, 128, num_warps=8, num_stages=2),
+        (2, 256): Tile(128, 64, num_warps=8, num_stages=2),
+    },
+    # Four warps of 64 lanes may have 512 registers each, eight but 256. One stage: AMD's compiler gains nothing from more where two
+    # products follow each other, and 64 KiB would not hold them.
+    "gfx942": {
+        (2, 64): Tile(128, 64, num_warps=4, num_stages=1),
+        (2, 128): Tile(128, 64, num_warps=4, num_stages=1),
+        (2, 256): Tile(64, 32, num_warps=4, num_stages=1),
+    },
 }
-_ATTENTION_BACKWARD = {
-    (2, 64): Tile(128, 32, num_warps=8, num_stages=2),
-    (2, 128): Tile(64, 32, num_warps=8, num_stages=2),
-    (2, 256): Tile(32, 32, num_warps=8, num_stages=1),
-    (4, 64): Tile(16, 32, num_warps=4, num_stages=2),
-    (4, 128): Tile(16, 16, num_warps=4, num_stages=2),
-    (4, 256): Tile(16, 16, num_warps=8, num_stages=1),
-    (8, 64): Tile(16, 16, num_warps=4, num_stages=1),
-    (8, 128): Tile(16, 16, num_warps=4, num_stages=1),
-    (8, 256): Tile(16, 16, num_warps=8, num_stages=1),
+# Backward keeps two sums a program, of dk and dv, where forward keeps one, hence its smaller tiles.
+_ATTENTION_BACKWARD: dict[str, dict[tuple[int, int], Tile]] = {
+    "": {
+        (2, 64): Tile(128, 32, num_warps=8, num_stages=2),
+        (2, 128): Tile(64, 64, num_warps=8, num_stages=2),
+        (2, 256): Tile(32, 32, num_warps=8, num_stages=1),
+        (4, 64): Tile(16, 32, num_warps=4, num_stages=2),
+        (4, 128): Tile(16, 16, num_warps=4, num_stages=2),
+        (4, 256): Tile(16, 16, num_warps=8, num_stages=1),
+        (8, 64): Tile(16, 16, num_warps=4, num_stages=1),
+        (8, 128): Tile(16, 16, num_warps=4, num_stages=1),
+        (8, 256): Tile(16, 16, num_warps=8, num_stages=1),
+    },
+    "sm_90": {
+        (2, 64): Tile(128, 64, num_warps=8, num_stages=2),
+        (2, 128): Tile(128, 32, num_warps=8, num_stages=2),
+        (2, 256): Tile(64, 32, num_warps=8, num_stages=2),
+    },
+    "sm_100": {
+        (2, 64): Tile(128, 64, num_warps=8, num_stages=2),
+        (2, 128): Tile(128, 32, num_warps=8, num_stages=2),
+        (2, 256): Tile(64, 32, num_warps=8, num_stages=2),
+    },
+    "gfx942": {
+        (2, 64): Tile(64, 32, num_warps=4, num_stages=1),
+        (2, 128): Tile(64, 32, num_warps=4, num_stages=1),
+        (2, 256): Tile(32, 32, num_warps=4, num_stages=1),
+    },
 }
 
 
-def _attention_tile(table: dict[tuple[int, int], Tile], head_dim: int, dtype: torch.dtype, device: torch.device, dropout: bool) -> Tile:
+def _attention_tile(
+    table: dict[str, dict[tuple[int, int], Tile]], head_dim: int, dtype: torch.dtype, device: torch.device, dropout: bool
+) -> Tile:
     if INTERPRETED:
         return INTERPRETER_TILE
-    width = next(width for width in (64, 128, 256) if head_dim <= width)
-    tile = table[dtype.itemsize, width]
+    row = dtype.itemsize, next(width for width in (64, 128, 256) if head_dim <= width)
+    tile = table.get(architecture(device), {}).get(row) or table[""][row]
     # The random words of a tile take as many registers as its scores; so does masking where a head is no power of two wide.
     crowded = dropout or head_dim != triton.next_power_of_2(head_dim)
     return replace(tile, block_n=max(16, tile.block_n // 2)) if crowded else tile
@@ -79,42 +128,51 @@ def attention_backward_tile(head_dim: int, dtype: torch.dtype, device: torch.dev
 
 
 # --- norms, rotary embedding, elementwise ---
-# Bound by memory: a thread holds 8 to 16 elements of a tensor, so that its loads are 16 bytes wide and several are under way.
+# Bound by memory: a lane holds 8 to 16 elements of a tensor, so that its loads are 16 bytes wide and several are under way. No architecture
+# asks for another size; AMD's warps have twice the lanes, hence half the warps.
 
 # Widest row that a norm keeps in registers: forward holds x alone, backward x, its gradient, and the two sums over rows.
 _NORM_FORWARD_WIDTH = 32768
 _NORM_BACKWARD_WIDTH = 8192
-# Warps that the partial sums of a norm's backward are spread over, about 30 on each of 132 processors, and the tiles of rows that a
-# program takes at the least, lest there be more partial sums than rows.
-_NORM_BACKWARD_WARPS = 4096
+# The partial sums of a norm's backward are spread over 1024 lanes of each processor of the largest card of an architecture, and over so
+# many tiles of rows a program at the least, lest there be more partial sums than rows.
+_PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304}
 _NORM_BACKWARD_STEPS = 8
 
 
-def _row_tile(cols: int, widest: int, elements: int) -> Tile:
-    """A tile of `elements` or, where one row is wider, of one row up to `widest`."""
+def _lanes(device: torch.device) -> int:
+    """Threads of a warp."""
+    return 64 if architecture(device) in AMD else 32
+
+
+def _row_tile(cols: int, widest: int, elements: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """A tile of `elements` or, where one row is wider, of one row up to `widest`; float64 takes two registers, hence half of that."""
     if INTERPRETED:
         return INTERPRETER_ROW_TILE
+    if dtype.itemsize == 8:
+        widest, elements = widest // 2, elements // 2
     # Four neighbours share a Philox call, so a mask has no narrower tile.
     block_n = min(max(triton.next_power_of_2(cols), 4), widest)
     block_m = max(1, elements // block_n)
-    return Tile(block_m, block_n, num_warps=min(16, block_m * block_n // 512))
+    return Tile(block_m, block_n, num_warps=min(16, block_m * block_n // (16 * _lanes(device))))
 
 
 def norm_tile(cols: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """Tile of a norm's forward kernels."""
-    return _row_tile(cols, _NORM_FORWARD_WIDTH, 2048)
+    return _row_tile(cols, _NORM_FORWARD_WIDTH, 2048, dtype, device)
 
 
 def norm_backward_tile(cols: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """Tile of a norm's backward kernels."""
-    return _row_tile(cols, _NORM_BACKWARD_WIDTH, 2048)
+    return _row_tile(cols, _NORM_BACKWARD_WIDTH, 2048, dtype, device)
 
 
 def norm_backward_programs(row_blocks: int, col_blocks: int, tile: Tile, device: torch.device) -> int:
     """Programs that share the rows of a norm's backward: each writes one partial sum of the weight's gradient."""
     if INTERPRETED:
         return min(row_blocks, 3)
-    most = max(1, _NORM_BACKWARD_WARPS // (tile.num_warps * max(1, col_blocks)))
+    warps = _PROCESSORS[architecture(device)] * 1024 // _lanes(device)
+    most = max(1, warps // (tile.num_warps * max(1, col_blocks)))
     return min(triton.cdiv(row_blocks, _NORM_BACKWARD_STEPS), most)
 
 
@@ -127,17 +185,67 @@ def rope_tile(half: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """Tile of the rotary embedding: heads of tokens by the pairs of a head, all in one tile."""
     # The elements that are not rotated are copied in steps of block_n, hence not one by one where few are rotated.
     block_n = max(16, triton.next_power_of_2(half))
-    return Tile(16, block_n) if INTERPRETED else Tile(max(1, 1024 // block_n), block_n)
+    if INTERPRETED:
+        return Tile(16, block_n)
+    return Tile(max(1, 1024 // block_n), block_n, num_warps=1024 // (8 * _lanes(device)))
 
 
 def elementwise_tile(cols: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """Tile of activations, dropout and residual sums."""
-    return _row_tile(cols, 1024, 2048)
+    return _row_tile(cols, 1024, 2048, dtype, device)
 
 
 # --- fused MLP ---
+# block_m counts rows, block_n columns of the hidden layer, of which a gated MLP sums two products, block_k the depth of a step. One tile
+# serves forward and backward, so that both add up in one order and their hidden layers have the same bits. The rows are normalised once
+# for each tile of columns, hence wide tiles where registers allow.
+
+_MLP = {
+    # 128 columns twice, and the operands, are more registers than a thread has where the matrix units read and write registers.
+    ("sm_80", 2): Tile(128, 64, 64, num_warps=8, num_stages=3),
+    ("sm_86", 2): Tile(128, 64, 64, num_warps=8, num_stages=3),
+    ("sm_120", 2): Tile(128, 64, 64, num_warps=8, num_stages=3),
+    # Weights stay in shared memory, on sm_100 sums in tensor memory; 128 KiB of shared memory for three stages.
+    ("sm_90", 2): Tile(128, 128, 64, num_warps=8, num_stages=3),
+    ("sm_100", 2): Tile(128, 128, 64, num_warps=8, num_stages=3),
+    # Half the shared memory, in steps half as deep, so that a second program fits.
+    ("gfx942", 2): Tile(128, 128, 32, num_warps=8, num_stages=2),
+}
+# On ordinary units, or on matrix units for float64: any GPU's registers hold this much.
+_MLP_WIDE = {4: Tile(64, 64, 16, num_warps=8, num_stages=2), 8: Tile(32, 32, 16, num_warps=4, num_stages=2)}
 
 
-def mlp_tile(dtype: torch.dtype, device: torch.device, *, dropout: bool) -> Tile:
+def mlp_tile(dtype: torch.dtype, device: torch.device) -> Tile:
     """Tile of both fused MLP kernels."""
-    return INTERPRETER_TILE if INTERPRETED else Tile(128, 64, 64, num_warps=8, num_stages=3)
+    if INTERPRETED:
+        return INTERPRETER_TILE
+    return _MLP[architecture(device), 2] if dtype.itemsize == 2 else _MLP_WIDE[dtype.itemsize]
+
+
+# Widest rows for which the fused kernels are thought to beat a matrix product by cuBLAS or hipBLASLt with elementwise kernels around it.
+# Modelled, not measured. In a forward pass and its replay the separate kernels write and read gate and up (8 * hidden elements a row), and
+# the forward pass does so with the normed rows; the fused kernels multiply at an assumed 0.70 of the matrix units' peak, the library at an
+# assumed 0.85. With W = (bytes of an element) / (1 / 0.70 - 1 / 0.85) * peak / bandwidth, the fused kernels win where
+#
+#     dim <= W * (1 + dim / (4 * hidden))
+#
+# Peaks in bfloat16 with float32 sums (TFLOP/s) and bandwidths (TB/s) are those of datasheets.
+_FUSED_MLP_WIDEST = {
+    "sm_80": 1214,  # A100: 312, 2.04
+    "sm_86": 601,  # RTX 3090: 71, 0.936
+    "sm_90": 1634,  # H200: 989, 4.8; an H100 with its 3.35 would fuse up to 2342, but it is not told apart
+    "sm_100": 2231,  # B200: 2250, 8.0
+    "sm_120": 927,  # RTX 5090: 209.5, 1.79
+    "gfx942": 1956,  # MI300X: 1307, 5.3
+}
+
+
+def fused_mlp(dim: int, hidden: int, dtype: torch.dtype, device: torch.device, *, force: bool = False) -> bool:
+    """Whether rows `[N, dim]` become a hidden layer in one kernel, or by a library's matrix product and elementwise kernels.
+
+    It depends on shape and architecture alone, so a replay goes the way of the forward pass. Never in float32 and float64, whose products
+    take too long for the bytes to matter, nor on a CPU, where `force` lets Triton's interpreter do it.
+    """
+    if device.type == "cpu" or dtype.itemsize != 2:
+        return force
+    return force or dim <= _FUSED_MLP_WIDEST[architecture(device)] * (1 + dim / (4 * hidden))

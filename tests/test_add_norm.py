@@ -1,4 +1,4 @@
-"""The residual sum fused with the norm behind it: the bits of the two operations by themselves, and float64 maths."""
+"""A norm fused with its residual path, the sum before it and the gradient added behind it: bits of separate steps, and float64 maths."""
 
 import itertools
 
@@ -180,3 +180,74 @@ def test_chunks_change_no_bit(monkeypatch, spec):
     whole = aten.add_norm(*tensors, spec, DROPOUT)
     monkeypatch.setattr(aten, "_CHUNK_ELEMENTS", {"cpu": 70, "other": 0})
     assert all(map(torch.equal, aten.add_norm(*tensors, spec, DROPOUT), whole))
+
+
+def through_norm(backend, grad, tensors, spec, onto, params=True):
+    """Gradients of x, weight and bias; nothing that is read is written."""
+    _, stats = backend.norm(*tensors, spec)
+    inputs = [t for t in (grad, *tensors, stats, onto) if t is not None]
+    before = [t.clone() for t in inputs]
+    grads = backend.norm_backward(grad, *tensors, stats, spec, params=params, onto=onto)
+    assert all(map(torch.equal, inputs, before))
+    return grads
+
+
+def check_onto(backend, grad, tensors, spec, onto):
+    """The gradient of x is rounded once, with `onto` in it; those of the parameters know nothing of it."""
+    x, *params = tensors
+    grad_x, *grads = through_norm(backend, grad, tensors, spec, onto)
+    _, *plain = through_norm(backend, grad, tensors, spec, None)
+    assert grad_x.dtype == x.dtype and grad_x.shape == x.shape and grad_x.is_contiguous()
+    assert all(now is then or torch.equal(now, then) for now, then in zip(grads, plain, strict=True))
+    assert torch.equal(through_norm(backend, grad, tensors, spec, onto, params=False)[0], grad_x)
+
+    wide = torch.promote_types(x.dtype, torch.float32)
+    unrounded, *_ = through_norm(backend, grad, (x.to(wide), *params), spec, None)
+    assert torch.equal(grad_x, (unrounded + onto.to(wide)).to(x.dtype))
+
+    def differentiate(dtype):
+        leaf = x.detach().to(dtype).requires_grad_()
+        others = (None if t is None else t.to(dtype) for t in params)
+        total, y = explicit(leaf, torch.zeros((), dtype=dtype), *others, spec, None)
+        return torch.autograd.grad((y, total), leaf, (grad.to(dtype), onto.to(dtype).expand(x.shape)))[0]
+
+    largest = (grad.double() * (params[0].double() + spec.offset)).abs().max() / x.double().std(-1, correction=0).min()
+    assert_accurate(grad_x, differentiate(x.dtype), differentiate(torch.float64), terms=x.shape[-1], magnitude=largest.item())
+
+
+@backends
+@specs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 3), (2, 3, 7), (19, 33), (3, 100)], ids=str)
+def test_gradient_onto_that_of_the_residual_path(backend, spec, dtype, shape):
+    x, onto, *params = inputs(shape, spec, dtype)
+    check_onto(backend, draw(*shape, dtype=dtype, seed=4), (x, *params), spec, onto)
+
+
+@backends
+@specs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_residual_path_of_another_dtype(backend, spec, dtype):
+    x, onto, *params = inputs((5, 33), spec, torch.bfloat16, dtype)
+    check_onto(backend, draw(5, 33, seed=4), (x, *params), spec, onto)
+
+
+@backends
+@specs
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x.transpose(0, 1), lambda x: x[:, ::2], lambda x: x[..., ::2], lambda x: x[:1].expand(3, -1, -1)],
+    ids=["transposed", "every second row", "every second column", "expanded"],
+)
+def test_strides_of_the_residual_path(backend, spec, view):
+    onto = view(draw(3, 6, 20, seed=1))
+    x, _, *params = inputs(onto.shape, spec)
+    check_onto(backend, draw(*x.shape, seed=4), (x, *params), spec, onto)
+    check_onto(backend, draw(*x.shape, seed=4), (x, *params), spec, torch.ones(()).expand(x.shape))
+
+
+@backends
+@specs
+def test_no_rows_of_the_residual_path(backend, spec):
+    x, onto, *params = inputs((0, 33), spec)
+    assert through_norm(backend, x, (x, *params), spec, onto)[0].shape == (0, 33)

@@ -5,11 +5,13 @@ import re
 import pytest
 import torch
 
-from ckpt_ext import BlockSpec, Policy, TransformerBlock, autograd
+from ckpt_ext import BlockSpec, Policy, TransformerBlock, attention_mask, autograd
 
 SPECS = {
     "gqa": BlockSpec(dim=32, heads=4, kv_heads=2, hidden_dim=48, rope_theta=1e4, residual_dropout=0.1),
     "plain-mlp": BlockSpec(dim=32, heads=4, hidden_dim=48, activation="gelu", mlp_dropout=0.1),
+    "head-norm": BlockSpec(dim=32, heads=4, kv_heads=2, hidden_dim=48, qk_norm="head", attn_dropout=0.1),
+    "row-norm": BlockSpec(dim=32, heads=4, kv_heads=2, hidden_dim=48, norm="layer", qk_norm="row", attn_dropout=0.1),
     "layer-norm": BlockSpec(dim=24, heads=2, hidden_dim=40, norm="layer", attn_dropout=0.1),
 }
 SAVES = ("input", "attention", "all")
@@ -25,7 +27,10 @@ def table():
 def sizes(spec, itemsize):
     """What the table's formulas give, in bytes a token."""
     attention_width, key_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    norm_rows = {None: 0, "head": spec.heads + spec.kv_heads, "row": 2}[spec.qk_norm]
     return {
+        "raw q, k": (attention_width + key_width) * itemsize if spec.qk_norm else 0,
+        "qk statistics": norm_rows * (4 if spec.norm == "rms" else 8),
         "x": spec.dim * itemsize,
         "attention out": attention_width * itemsize,
         "log-sum-exp": spec.heads * 4,
@@ -77,6 +82,23 @@ def test_a_stack_saves_an_input_and_a_few_bytes_a_block():
     saved = saved_storages(stack, x)
     inputs = 8 * 2 * 6 * spec.dim * 4
     assert inputs <= saved <= inputs + 8 * 64
+
+
+def test_a_mask_is_saved_once_for_all_blocks():
+    spec = BlockSpec(dim=32, heads=4, hidden_dim=48)
+    stack = torch.nn.ModuleList(TransformerBlock(spec) for _ in range(4))
+    x = torch.randn(2, 6, spec.dim, requires_grad=True)
+    ids = torch.tensor([[0, 0, 1, 1, 2, -1]]).expand(2, 6)
+    dense = torch.ones(1, 1, 6, 6, dtype=torch.bool)
+    mask = attention_mask(segment_ids=ids, key_mask=ids >= 0, mask=dense)
+
+    def through(y):
+        for block in stack:
+            y = block(y, mask=mask)
+
+    through.parameters, through.spec = stack.parameters, spec
+    of_mask = sum(t.untyped_storage().nbytes() for t in mask)
+    assert saved_storages(through, x) == 4 * 2 * 6 * spec.dim * 4 + of_mask
 
 
 def test_nothing_is_reserved_without_dropout():

@@ -1,118 +1,91 @@
-"""Attention kernels under the interpreter against attention written out in float64."""
+"""Attention kernels under the interpreter against `reference.attention` in float64."""
 
 import itertools
 import math
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ckpt_ext import reference, rng
 from ckpt_ext.kernels.attention_backward import attention_backward
 from ckpt_ext.kernels.attention_forward import attention_forward
-from ckpt_ext.kernels.dropout import dropout_constants
 from ckpt_ext.kernels.launch import record_launches
-from ckpt_ext.kernels.primitives import keep_mask, ptr_offset
+from ckpt_ext.kernels.primitives import ptr_offset
 from ckpt_ext.kernels.tiles import Tile
+from ckpt_ext.masks import Mask
 from ckpt_ext.rng import Dropout
+from ckpt_ext.scoring import Scoring
+from ckpt_ext.testing import assert_accurate, framed, poison_allocations
 
-NAMES = ("out", "lse", "dq", "dk", "dv")
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch):
+    poison_allocations(monkeypatch)
 
 
 def dropout(p: float, seed: int = 1234567890123, offset: int = 5):
     return Dropout(torch.tensor([seed, offset]), p, site=1)
 
 
-@pytest.fixture(autouse=True)
-def poisoned_outputs(monkeypatch):
-    """What a launcher allocates is full of NaN until a kernel has written it."""
-
-    def poison(allocate):
-        def allocated(*args, **kwargs):
-            tensor = allocate(*args, **kwargs)
-            in_kernels = sys._getframe(1).f_globals["__name__"].startswith("ckpt_ext.kernels")
-            return tensor.fill_(math.nan) if in_kernels and tensor.is_floating_point() else tensor
-
-        return allocated
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poison(getattr(torch, name)))
-
-
-# --- the truth ---
-
-
-@triton.jit
-def _dump_keep(keep_ptr, state_ptr, row_count, cols, SITE: tl.constexpr, THRESHOLD: tl.constexpr, BLOCK_N: tl.constexpr):
-    rows = tl.program_id(0) * 16 + tl.arange(0, 16)
-    lanes = tl.arange(0, BLOCK_N)
-    keep = keep_mask(state_ptr, rows, 0, cols, SITE, THRESHOLD, BLOCK_N)
-    tl.store(keep_ptr + rows[:, None] * cols + lanes[None, :], keep, mask=(rows < row_count)[:, None] & (lanes < cols)[None, :])
-
-
-def kept(drop, batch: int, heads: int, query_count: int, key_count: int) -> torch.Tensor:
-    """The dropout mask of an attention, one kernel tile as wide as a row."""
-    rows = batch * heads * query_count
-    keep = torch.zeros(rows, key_count, dtype=torch.bool)
-    constants = {name: value for name, value in dropout_constants(drop).items() if name in ("SITE", "THRESHOLD")}
-    block = max(4, triton.next_power_of_2(key_count))
-    _dump_keep[(triton.cdiv(rows, 16),)](keep, drop.state, rows, key_count, **constants, BLOCK_N=block)
-    return keep.view(batch, heads, query_count, key_count)
-
-
-def eager(grad, q, k, v, *, causal, scale, drop=None, dtype=torch.float64):
-    """`(out, lse, dq, dk, dv)` with every weight in memory, computed in `dtype`."""
-    q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
-    group = q.size(1) // k.size(1)
-    scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * scale
-    if causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
-    weights = scores.softmax(-1)
-    if drop is not None:
-        keep = kept(drop, *scores.shape)
-        weights = torch.where(keep, weights / (1 - drop.p), 0.0)
-    out = weights @ v.repeat_interleave(group, 1)
-    return out.detach(), scores.logsumexp(-1).detach(), *torch.autograd.grad(out, (q, k, v), grad.to(dtype))
-
-
-def ours(grad, q, k, v, *, causal, scale, drop=None, tile=None):
-    options = {"causal": causal, "scale": scale, "dropout": drop, "tile": tile}
-    out, lse = attention_forward(q, k, v, **options)
-    return out, lse, *attention_backward(grad, q, k, v, out, lse, **options)
-
-
-def framed(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random values in the middle of a larger buffer of NaN, which a read out of bounds would bring in."""
-    buffer = torch.full([size + 2 for size in shape], math.nan, dtype=dtype)
-    inner = buffer[tuple(slice(1, 1 + size) for size in shape)]
-    inner.copy_(torch.randn(shape, dtype=torch.float64))
-    return inner
+def scoring(*, scale: float = 0.3, softcap=None, sinks=None, drop=None, **mask) -> Scoring:
+    return Scoring(Mask(**mask), scale, softcap, sinks, drop)
 
 
 def inputs(batch=1, heads=2, kv_heads=1, query_count=16, key_count=16, head_dim=16, dtype=torch.float64):
     """grad, q, k and v."""
     torch.manual_seed(query_count * 1000 + key_count)
     query_shape, key_shape = (batch, heads, query_count, head_dim), (batch, kv_heads, key_count, head_dim)
-    return tuple(framed(*shape, dtype=dtype) for shape in (query_shape, query_shape, key_shape, key_shape))
+    return tuple(framed(torch.randn(shape, dtype=torch.float64).to(dtype)) for shape in (query_shape, query_shape, key_shape, key_shape))
 
 
-def assert_true(tensors, *, causal, scale, drop=None, tile=None):
-    """The error of each result against float64 is at most twice that of eager PyTorch in the same dtype, plus its rounding."""
-    dtype = tensors[1].dtype
-    results = ours(*tensors, causal=causal, scale=scale, drop=drop, tile=tile)
-    truths = eager(*tensors, causal=causal, scale=scale, drop=drop)
-    rivals = eager(*tensors, causal=causal, scale=scale, drop=drop, dtype=dtype)
-    length = max(tensors[1].size(2) * tensors[1].size(1) // tensors[2].size(1), tensors[2].size(2)) + tensors[1].size(3)
-    sum_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    for name, result, truth, rival in zip(NAMES, results, truths, rivals, strict=True):
-        assert result.shape == truth.shape and result.dtype == (sum_dtype if name == "lse" else dtype), name
-        rounding = torch.finfo(result.dtype).eps + torch.finfo(sum_dtype).eps * length
-        largest = truth.abs().max()
-        budget = 1e-12 * max(1, largest) if dtype == torch.float64 else 2 * (rival - truth).abs().max() + rounding * largest
-        error = (result - truth).abs().max()
-        assert error <= budget, f"{name}: error {error:.3g}, budget {budget:.3g}"  # NaN fails too
+def ours(grad, q, k, v, how: Scoring, tile=None):
+    """`(out, lse, dq, dk, dv)` of the kernels, and the gradient of the sinks if there are any."""
+    out, lse = attention_forward(q, k, v, **how._asdict(), tile=tile)
+    *grads, grad_sinks = attention_backward(grad, q, k, v, out, lse, **how._asdict(), tile=tile)
+    assert (grad_sinks is None) == (how.sinks is None)
+    return out, lse, *grads, *(() if grad_sinks is None else (grad_sinks,))
+
+
+def eager(grad, q, k, v, how: Scoring, dtype=torch.float64):
+    """The same by the reference, computed in `dtype`."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v, *(() if how.sinks is None else (how.sinks,)))]
+    how = how._replace(sinks=None if how.sinks is None else leaves[3])
+    out = reference.attention(*leaves[:3], **how._asdict())
+    return out.detach(), log_sum_exp(*leaves[:2], how).detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))
+
+
+def log_sum_exp(q, k, how: Scoring):
+    scores = q @ k.repeat_interleave(q.size(1) // k.size(1), 1).transpose(-1, -2) * how.scale
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    scores = scores.masked_fill(~reference.visible(how.mask, q.size(2), k.size(2), q.device), -math.inf)
+    sinks = scores.new_full((q.size(1),), -math.inf) if how.sinks is None else how.sinks
+    return torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1).logsumexp(-1)
+
+
+def assert_true(tensors, how: Scoring, tile=None):
+    """Results agree with the truth: to 1e-12 in float64, else no worse than twice what eager PyTorch in that dtype manages."""
+    grad, q, k, _ = tensors
+    results, truths = ours(*tensors, how, tile), eager(*tensors, how)
+    rivals = truths if q.dtype == torch.float64 else eager(*tensors, how, q.dtype)
+    terms = max(q.size(0) * q.size(2) * q.size(1) // k.size(1), k.size(2)) + q.size(3)
+    for name, result, truth, rival in zip(NAMES, results, truths, rivals, strict=False):
+        assert result.dtype == (torch.promote_types(q.dtype, torch.float32) if name == "lse" else q.dtype), name
+        blind = truth == -math.inf
+        assert torch.equal(result == -math.inf, blind), name
+        result, truth, rival = (x.masked_fill(blind, 0) for x in (result, truth, rival))
+        if q.dtype == torch.float64:
+            error, largest = (result - truth).abs().max(), truth.abs().max()
+            assert error <= 1e-12 * max(1, largest), f"{name}: error {error:.3g} of {largest:.3g}"  # NaN fails too
+        else:
+            assert_accurate(result, rival, truth, terms=terms)
 
 
 # --- against the truth ---
@@ -121,41 +94,119 @@ def assert_true(tensors, *, causal, scale, drop=None, tile=None):
 @pytest.mark.parametrize("causal, drop", [(False, None), (True, dropout(0.3))], ids=["full", "causal-dropout"])
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 15, 16, 17, 31, 33, 48])
 def test_lengths(length, causal, drop):
-    assert_true(inputs(query_count=length, key_count=length), causal=causal, scale=0.3, drop=drop)
+    assert_true(inputs(query_count=length, key_count=length), scoring(causal=causal, drop=drop))
 
 
 @pytest.mark.parametrize("causal, drop", [(False, dropout(0.2)), (True, None)], ids=["full-dropout", "causal"])
 @pytest.mark.parametrize("query_count, key_count", [(17, 33), (33, 17), (1, 35), (35, 1), (16, 31), (40, 18)])
 def test_query_and_key_lengths_differ(query_count, key_count, causal, drop):
-    assert_true(inputs(query_count=query_count, key_count=key_count), causal=causal, scale=0.3, drop=drop)
+    assert_true(inputs(query_count=query_count, key_count=key_count), scoring(causal=causal, drop=drop))
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2), (4, 1), (3, 1)])
 def test_grouped_queries(heads, kv_heads):
-    assert_true(inputs(2, heads, kv_heads, 7, 18), causal=True, scale=0.3, drop=dropout(0.2))
+    assert_true(inputs(2, heads, kv_heads, 7, 18), scoring(causal=True, drop=dropout(0.2)))
 
 
-@pytest.mark.parametrize("head_dim, length", [(16, 20), (40, 20), (64, 20), (80, 20), (96, 20), (256, 3)])
+@pytest.mark.parametrize("head_dim, length", [(40, 20), (64, 20), (80, 20), (256, 3)])
 def test_head_dims(head_dim, length):
-    assert_true(inputs(query_count=length, key_count=length, head_dim=head_dim), causal=True, scale=head_dim**-0.5)
+    assert_true(inputs(query_count=length, key_count=length, head_dim=head_dim), scoring(causal=True, scale=head_dim**-0.5))
 
 
-@pytest.mark.parametrize("causal, drop", [(False, dropout(0.3)), (True, None)], ids=["full-dropout", "causal"])
+def segments(*lengths: int, batch: int = 1):
+    """int32 ids `[batch, sum(lengths)]`, ascending from 0, of documents of these lengths; of the last, padding, they are -1."""
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(torch.int32)
+    return ids.where(ids < len(lengths) - 1, -1).expand(batch, -1)
+
+
+def dense(*shape: int):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) < 0.6
+
+
+def packed(query_count: int, key_count: int) -> dict:
+    return {"query_segments": segments(3, query_count - 5, 2), "key_segments": segments(key_count // 2, key_count - key_count // 2, 0)}
+
+
+FEATURES = {
+    "window": lambda *_: scoring(window=5),
+    "causal window": lambda *_: scoring(causal=True, window=18),
+    "documents": lambda *counts: scoring(**packed(*counts)),
+    "causal documents": lambda *counts: scoring(causal=True, **packed(*counts)),
+    "key padding on the left": lambda queries, keys: scoring(
+        query_segments=torch.zeros(1, 1, dtype=torch.int32).expand(1, queries), key_segments=segments(keys - 3, 3).flip(1)
+    ),
+    "dense": lambda *counts: scoring(dense=dense(1, 2, *counts)),
+    "causal dense of one head": lambda *counts: scoring(causal=True, dense=dense(1, 1, *counts).expand(1, 2, *counts)),
+    "softcap": lambda *_: scoring(causal=True, scale=2.0, softcap=1.5),
+    "sinks": lambda *_: scoring(sinks=torch.tensor([0.7, -2.0], dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("query_count, key_count", [(33, 33), (17, 48), (48, 7)])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature, query_count, key_count):
+    assert_true(inputs(query_count=query_count, key_count=key_count), FEATURES[feature](query_count, key_count))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_in_float32(feature):
+    how = FEATURES[feature](31, 31)
+    how = how._replace(sinks=None if how.sinks is None else how.sinks.float())
+    assert_true(inputs(query_count=31, key_count=31, dtype=torch.float32), how)
+
+
+def everything(queries: int, keys: int, dtype: torch.dtype) -> Scoring:
+    sinks = torch.tensor([0.5, -1.0], dtype=dtype)
+    mask = {"causal": True, "window": 20, "dense": dense(1, 2, queries, keys), **packed(queries, keys)}
+    return scoring(scale=0.6, softcap=3.0, sinks=sinks, drop=dropout(0.2), **mask)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_dtypes(dtype, causal, drop):
-    assert_true(inputs(1, 2, 1, 33, 33, 40, dtype), causal=causal, scale=40**-0.5, drop=drop)
+@pytest.mark.parametrize("how", [lambda *_: scoring(drop=dropout(0.3)), lambda *_: scoring(causal=True), everything], ids=["drop", "causal", "all"])
+def test_dtypes(dtype, how):
+    assert_true(inputs(1, 2, 1, 33, 33, 40, dtype), how(33, 33, dtype))
+
+
+SEGMENTS = st.sampled_from(["none", "sorted", "unsorted"])
+
+
+@st.composite
+def problems(draw):
+    """Inputs and a scoring: any features together."""
+    batch, (heads, kv_heads) = draw(st.integers(1, 2)), draw(st.sampled_from([(1, 1), (2, 1), (2, 2)]))
+    query_count, key_count = (draw(st.sampled_from([1, 7, 16, 17, 31, 33, 48])) for _ in range(2))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    ids = [None, None]
+    if (order := draw(SEGMENTS)) != "none":
+        ids = [torch.randint(-1, 3, (batch, count), generator=generator, dtype=torch.int32) for count in (query_count, key_count)]
+        ids = [x.sort(1).values for x in ids] if order == "sorted" else ids
+    allowed = None
+    if draw(st.booleans()):
+        shape = [size if draw(st.booleans()) else 1 for size in (batch, heads, query_count, key_count)]
+        allowed = (torch.rand(shape, generator=generator) < 0.7).expand(batch, heads, query_count, key_count)
+    mask = Mask(draw(st.booleans()), draw(st.none() | st.integers(1, 40)), *ids, allowed)
+    sinks = torch.randn(heads, generator=generator, dtype=torch.float64) if draw(st.booleans()) else None
+    drop = dropout(0.3) if draw(st.booleans()) else None
+    how = Scoring(mask, draw(st.sampled_from([0.3, -1.0])), draw(st.none() | st.just(1.5)), sinks, drop)
+    return inputs(batch, heads, kv_heads, query_count, key_count), how
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@given(problems())
+def test_features_go_together(problem):
+    assert_true(*problem)
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0, 30.0])
 def test_scale_may_be_anything(scale):
     """Negative, zero, and so large that a softmax without its maximum would overflow."""
-    assert_true(inputs(query_count=20, key_count=20), causal=True, scale=scale)
+    assert_true(inputs(query_count=20, key_count=20), scoring(causal=True, scale=scale))
 
 
 def test_very_negative_scores_do_not_leak_through_the_padding():
     """Keys beyond the last have score 0; where all others score -1000, their weights must not be rebuilt as exp(1000)."""
     grad, q, k, v = inputs(query_count=18, key_count=18)
-    assert_true((grad, q.abs() + 10, -(k.abs() + 10), v), causal=False, scale=1.0)
+    assert_true((grad, q.abs() + 10, -(k.abs() + 10), v), scoring(scale=1.0))
 
 
 LAYOUTS = {
@@ -171,28 +222,76 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("first", range(len(LAYOUTS)), ids=list(LAYOUTS))
 def test_layouts(first):
-    """grad, q, k and v each in another layout, and over the runs each in every one; `out.sum()` has a grad of one number for all."""
+    """grad, q, k, v and a dense mask each in another layout, and over the runs each in every one.
+
+    `out.sum()` has a grad of one number for all.
+    """
     layouts = itertools.islice(itertools.cycle(LAYOUTS.values()), first, None)
-    tensors = tuple(layout(x) for x, layout in zip(inputs(query_count=18, key_count=18), layouts))  # noqa: B905
-    assert_true(tensors, causal=True, scale=0.3)
+    *tensors, allowed = (
+        layout(x) for x, layout in zip((*inputs(query_count=18, key_count=18), dense(1, 2, 18, 18)), layouts)  # noqa: B905
+    )
+    assert_true(tensors, scoring(causal=True, dense=allowed))
 
 
 def test_gradients_are_the_derivatives_of_the_forward_kernel():
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, q, k, v, causal, drop):
-            ctx.options = {"causal": causal, "scale": 0.3, "dropout": drop}
-            out, lse = attention_forward(q, k, v, **ctx.options)
-            ctx.save_for_backward(q, k, v, out, lse)
+        def forward(ctx, q, k, v, sinks, how):
+            ctx.how = how
+            out, lse = attention_forward(q, k, v, **how._replace(sinks=sinks)._asdict())
+            ctx.save_for_backward(q, k, v, out, lse, sinks)
             return out
 
         @staticmethod
         def backward(ctx, grad):
-            return *attention_backward(grad, *ctx.saved_tensors, **ctx.options), None, None
+            *saved, sinks = ctx.saved_tensors
+            return *attention_backward(grad, *saved, **ctx.how._replace(sinks=sinks)._asdict()), None
 
-    for causal, drop in ((False, None), (True, dropout(0.4))):
-        leaves = [x.detach().clone().requires_grad_() for x in inputs(query_count=17, key_count=5)[1:]]
-        assert torch.autograd.gradcheck(Attention.apply, (*leaves, causal, drop), fast_mode=True)
+    sinks = torch.tensor([0.5, -1.0], dtype=torch.float64)
+    for how in (scoring(drop=dropout(0.4)), scoring(causal=True, window=3, softcap=1.5, dense=dense(1, 2, 17, 5))):
+        leaves = [x.detach().clone().requires_grad_() for x in (*inputs(query_count=17, key_count=5)[1:], sinks)]
+        assert torch.autograd.gradcheck(Attention.apply, (*leaves, how), fast_mode=True)
+
+
+# --- rows that see nothing ---
+
+
+def hidden_rows(form: str, rows: list[int], sees_itself: torch.Tensor) -> dict:
+    """A mask of 18 queries and keys of which `rows` see no key."""
+    if form == "dense":
+        allowed = sees_itself.clone()
+        allowed[:, :, rows] = False
+        return {"dense": allowed}
+    ids = torch.zeros(1, 18, dtype=torch.int32)
+    lonely = ids.clone()
+    lonely[:, rows] = -1 if form == "padding" else 3
+    return {"query_segments": lonely, "key_segments": lonely if form == "padding" else ids}
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -math.inf], dtype=torch.float64)], ids=["", "sinks"])
+@pytest.mark.parametrize("rows", [[0], [0, 5, 16, 17], list(range(18))], ids=["first", "some", "all"])
+@pytest.mark.parametrize("form", ["dense", "padding", "document"])
+def test_rows_that_see_no_key(form, rows, sinks):
+    grad, q, k, v = inputs(query_count=18, key_count=18)
+    how = scoring(causal=True, sinks=sinks, **hidden_rows(form, rows, dense(1, 2, 18, 18) | torch.eye(18, dtype=torch.bool)))
+    out, lse, dq, *grads = ours(grad, q, k, v, how)
+    assert (out[:, :, rows] == 0).all() and (dq[:, :, rows] == 0).all()
+    expected = torch.full((1, 2, len(rows)), -math.inf, dtype=torch.float64) if sinks is None else sinks[None, :, None]
+    torch.testing.assert_close(lse[:, :, rows], expected.expand(1, 2, len(rows)))
+    assert all(x.isfinite().all() for x in grads)
+    if len(rows) < 18:  # the others are as if nothing came back to those rows
+        grad = grad.clone()
+        grad[:, :, rows] = 0
+        seen = [row for row in range(18) if row not in rows]
+        truths = eager(grad, q, k, v, how)
+        for result, truth in zip((out[:, :, seen], lse[:, :, seen], dq, *grads[:2]), (truths[0][:, :, seen], truths[1][:, :, seen], *truths[2:5]), strict=True):
+            torch.testing.assert_close(result, truth, rtol=0, atol=1e-12)
+
+
+def test_a_window_beside_the_keys_shows_nothing():
+    out, lse, *grads = ours(*inputs(query_count=40, key_count=5), scoring(window=3))
+    assert (out[:, :, 7:] == 0).all() and (lse[:, :, 7:] == -math.inf).all() and lse[:, :, :7].isfinite().all()
+    assert (grads[0][:, :, 7:] == 0).all()
 
 
 # --- dropout ---

@@ -1,144 +1,107 @@
-"""Attention in ATen operators: PyTorch's fused CPU kernel where it fits, else a blocked path that holds a few query rows' weights.
+"""Attention in ATen operators, a chunk at a time: by PyTorch's fused CPU kernel where it fits (aten_fused), else in plain products (aten_blocked).
 
-Backward of softmax attention, per head, with S = q k^T * scale, P = exp(S - lse), P~ = drop(P), out = P~ v and delta = rowsum(grad * out):
+Backward of softmax attention, per head, with C = cap(q k^T * scale), P = exp(mask(C) - lse), P~ = drop(P), out = P~ v and
+delta = rowsum(grad * out):
 
-    dv = P~^T grad      dP~ = grad v^T      dS = P * (drop(dP~) - delta)      dq = dS k * scale      dk = dS^T q * scale
+    dv = P~^T grad      dP~ = grad v^T      dS = P * (drop(dP~) - delta) * cap'      dq = dS k * scale      dk = dS^T q * scale
 
-Only q, k, v, out and lse come in; S and P are made again, a chunk of query rows at a time.
+with cap' = 1 - (C / softcap)^2, or 1. Only q, k, v, out and lse come in; C and P are made again. A sink is one more key, without a value:
+from out and lse without it follow
+
+    lse' = log(exp(lse) + exp(sink))      out' = out * exp(lse - lse')      dsink = -sum over rows of exp(sink - lse') * delta
+
+and the formulas above hold with out' and lse'. Of a row that sees no key out is 0 and lse -inf; for its gradients lse is taken to be +inf,
+so that P, and all that follows from it, is 0.
+
+A hidden key has weight 0, so finite numbers in padding never matter, but those whose scores overflow; NaN and infinity in padding do, as
+0 * NaN is NaN: `scaled_dot_product_attention` does the same. What causality or the window hides from all rows of a chunk is not read.
 """
-
-from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..rng import Dropout
 from ..scoring import Scoring
+from . import aten_blocked, aten_fused
+from .aten_chunks import Chunk, chunks, mask_shape, wide_dtype
 
 _CHUNK_ELEMENTS = 1 << 20
-"""Attention weights alive at a time in the blocked path, unless a single row of all heads has more: 4 MiB in float32."""
+"""Attention weights alive at a time in plain products, unless a single row of a key head's queries has more, and elements of a mask alive
+at a time beside the fused kernel: 4 MiB in float32. Smaller is slower in plain products, since a chunk then has few rows."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    causal, scale, dropout = scoring.mask.causal, scoring.scale, scoring.dropout
-    if _fused_fits(q, k, scale, dropout):
-        q, k, v = map(_dense_heads, (q, k, v))
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    return _blocked(q, k, v, causal, scale, dropout)
+    fused, plan = _plan(q, k, scoring)
+    if fused and _at_once(plan):
+        out, lse = aten_fused.forward(q, k, v, plan[0], scoring)
+    else:
+        run = aten_fused.forward if fused else aten_blocked.forward
+        out, lse = _by_length(q, q.dtype).zero_(), q.new_full(q.shape[:3], -torch.inf, dtype=wide_dtype(q))
+        for chunk in plan:
+            if not chunk.sees_no_key:
+                out[chunk.queries], lse[chunk.queries] = run(q[chunk.queries], k[chunk.keys], v[chunk.keys], chunk, scoring)
+    if scoring.sinks is not None:
+        total = torch.logaddexp(lse, scoring.sinks.to(lse.dtype)[:, None])
+        out.mul_(lse.sub_(_guarded(total)).exp_().unsqueeze(-1))
+        lse = total
+    return out, lse
 
 
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    causal, scale, dropout = scoring.mask.causal, scoring.scale, scoring.dropout
-    if _fused_fits(q, k, scale, dropout):
-        grad, q, k, v, out = map(_dense_heads, (grad, q, k, v, out))
-        return *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, scale=scale
-        ), None
-    return *_blocked_backward(grad, q, k, v, out, lse, causal, scale, dropout), None
+    fused, plan = _plan(q, k, scoring)
+    lse = _guarded(lse)
+    delta = None if fused and scoring.sinks is None else _delta(grad, out)
+    grad_sinks = None
+    if scoring.sinks is not None and delta is not None:
+        grad_sinks = ((scoring.sinks.to(lse.dtype)[:, None] - lse).exp_() * delta).sum((0, 2)).neg_()
+    if fused and _at_once(plan):
+        return *aten_fused.backward(grad, q, k, v, out, lse, plan[0], scoring), grad_sinks
+    wide = wide_dtype(q)
+    grad_q, grad_k, grad_v = (_by_length(t, dtype).zero_() for t, dtype in ((q, q.dtype), (k, wide), (v, wide)))
+    for chunk in plan:
+        if chunk.sees_no_key:
+            continue
+        tensors = grad[chunk.queries], q[chunk.queries], k[chunk.keys], v[chunk.keys]
+        if fused:
+            parts = aten_fused.backward(*tensors, out[chunk.queries], lse[chunk.queries], chunk, scoring)
+        else:
+            assert delta is not None
+            parts = aten_blocked.backward(*tensors, delta[chunk.queries], lse[chunk.queries], chunk, scoring)
+        grad_q[chunk.queries] = parts[0]
+        grad_k[chunk.keys] += parts[1]
+        grad_v[chunk.keys] += parts[2]
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks
 
 
-def _fused_fits(q: Tensor, k: Tensor, scale: float, dropout: Dropout | None) -> bool:
-    # The kernel masks by -inf before it scales, so it is right for positive scales only.
-    return q.device.type == "cpu" and dropout is None and scale > 0 and q.numel() > 0 and k.numel() > 0
+def _plan(q: Tensor, k: Tensor, scoring: Scoring) -> tuple[bool, list[Chunk]]:
+    """Whether the fused kernel computes it, and the chunks: there they bound the memory of the mask, else that of the scores."""
+    fused = aten_fused.fits(q, scoring)
+    query_count, key_count = q.size(2), k.size(2)
+    held = mask_shape(scoring.mask, query_count, key_count) if fused else torch.Size((*q.shape[:3], key_count))
+    return fused, list(chunks(q, k, scoring.mask, held, _CHUNK_ELEMENTS))
 
 
-def _dense_heads(x: Tensor) -> Tensor:
-    """x with each head's elements side by side, which the fused kernels take for granted."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _at_once(plan: list[Chunk]) -> bool:
+    """Whether one chunk holds all queries and keys."""
+    return len(plan) == 1 and plan[0].keys[2] == slice(0, plan[0].whole[3]) and not plan[0].sees_no_key
 
 
-class _Chunk(NamedTuple):
-    """Query rows `rows` of all heads, against the first `keys` keys."""
-
-    rows: slice
-    keys: int
-
-    def queries(self, x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
-        """Rows of `x [B, H, Tq, ...]` as `[B * KV, H / KV * rows, ...]`: the queries that share a key head lie together."""
-        return x[:, :, self.rows].to(dtype).unflatten(1, (kv_heads, -1)).flatten(0, 1).flatten(1, 2)
-
-    def drop(self, weights: Tensor, dropout: Dropout, shape: torch.Size, cols: int) -> Tensor:
-        """Dropout of `weights [B * KV, H / KV * rows, keys]`, with the mask that the whole `[B, H, Tq, cols]` would get."""
-        batch, heads, length = shape[:3]
-        rows = weights.view(batch, heads, self.rows.stop - self.rows.start, self.keys)
-        dropped = torch.ops.ckpt_ext.dropout(
-            rows, dropout.state, dropout.p, int(dropout.site), cols=cols,
-            row_start=dropout.row_start + self.rows.start, row_strides=[dropout.batch_rows or heads * length, length, 1],
-        )
-        return dropped.view_as(weights)
+def _guarded(lse: Tensor) -> Tensor:
+    """lse with +inf for -inf, so that exp(x - lse) is 0 for all x of a row without keys."""
+    return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-def _chunks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Chunk]:
-    batch, heads, length, _ = q.shape
-    cols = k.size(2)
-    size = max(1, _CHUNK_ELEMENTS // max(1, batch * heads * cols))
-    for start in range(0, length, size):
-        stop = min(start + size, length)
-        yield _Chunk(slice(start, stop), min(stop, cols) if causal else cols)
+def _delta(grad: Tensor, out: Tensor) -> Tensor:
+    """`rowsum(grad * out)`, `[B, H, Tq]`, wide; a head at a time, for the products of all elements are as large as out."""
+    wide = wide_dtype(out)
+    delta = out.new_empty(out.shape[:3], dtype=wide)
+    for head in range(out.size(1)):
+        delta[:, head] = torch.linalg.vecdot(grad[:, head].to(wide), out[:, head].to(wide))
+    return delta
 
 
-def _scores(chunk: _Chunk, q_rows: Tensor, k_wide: Tensor, causal: bool, scale: float) -> Tensor:
-    """Scaled and masked scores `[B * KV, H / KV * rows, keys]`."""
-    scores = (q_rows @ k_wide[:, : chunk.keys].transpose(1, 2)).mul_(scale)
-    if causal:
-        start, stop = chunk.rows.start, chunk.rows.stop
-        hidden = torch.ones(stop - start, chunk.keys, dtype=torch.bool, device=scores.device).triu_(start + 1)
-        scores.unflatten(1, (-1, stop - start)).masked_fill_(hidden, -torch.inf)
-    return scores
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """What sums, softmax and statistics are computed in: float32, or float64 for float64 tensors."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _by_length(x: Tensor) -> Tensor:
+def _by_length(x: Tensor, dtype: torch.dtype) -> Tensor:
     """An empty tensor of x's shape `[B, H, T, D]` that lies in memory as `[B, T, H, D]`."""
     batch, heads, length, dim = x.shape
-    return x.new_empty(batch, length, heads, dim).transpose(1, 2)
-
-
-def _blocked(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
-    wide, kv_heads = wide_dtype(q), k.size(1)
-    k_wide, v_wide = (t.to(wide).flatten(0, 1) for t in (k, v))
-    out = _by_length(q)
-    lse = q.new_empty(q.shape[:3], dtype=wide)
-    for chunk in _chunks(q, k, causal):
-        scores = _scores(chunk, chunk.queries(q, kv_heads, wide), k_wide, causal, scale)
-        rows = lse[:, :, chunk.rows]
-        rows.copy_(scores.logsumexp(-1).view(rows.shape))
-        weights = scores.softmax(-1)
-        if dropout is not None:
-            weights = chunk.drop(weights, dropout, q.shape, k.size(2))
-        part = out[:, :, chunk.rows]
-        part.copy_((weights @ v_wide[:, : chunk.keys]).view(part.shape))
-    return out, lse
-
-
-def _blocked_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, dropout: Dropout | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide, kv_heads = wide_dtype(q), k.size(1)
-    k_wide, v_wide = (t.to(wide).flatten(0, 1) for t in (k, v))
-    grad_q = _by_length(q)
-    grad_k, grad_v = torch.zeros_like(k_wide), torch.zeros_like(v_wide)
-    for chunk in _chunks(q, k, causal):
-        q_rows, grad_rows, out_rows, lse_rows = (chunk.queries(t, kv_heads, wide) for t in (q, grad, out, lse))
-        keys = slice(0, chunk.keys)
-        delta = torch.linalg.vecdot(grad_rows, out_rows).unsqueeze(-1)
-        weights = _scores(chunk, q_rows, k_wide, causal, scale).sub_(lse_rows.unsqueeze(-1)).exp_()
-        grad_weights = grad_rows @ v_wide[:, keys].transpose(1, 2)
-        dropped = weights
-        if dropout is not None:
-            dropped = chunk.drop(weights, dropout, q.shape, k.size(2))
-            grad_weights = chunk.drop(grad_weights, dropout, q.shape, k.size(2))
-        grad_v[:, keys] += dropped.transpose(1, 2) @ grad_rows
-        grad_scores = grad_weights.sub_(delta).mul_(weights).mul_(scale)
-        part = grad_q[:, :, chunk.rows]
-        part.copy_((grad_scores @ k_wide[:, keys]).view(part.shape))
-        grad_k[:, keys] += grad_scores.transpose(1, 2) @ q_rows
-    by_length = (_by_length(k).copy_(grad_k.view(k.shape)), _by_length(v).copy_(grad_v.view(v.shape)))
-    return grad_q, *by_length
+    return x.new_empty(batch, length, heads, dim, dtype=dtype).transpose(1, 2)

@@ -24,15 +24,13 @@ name = "triton"
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    return attention_forward(q, k, v, causal=scoring.mask.causal, scale=scoring.scale, dropout=scoring.dropout)
+    return attention_forward(q, k, v, **scoring._asdict())
 
 
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    return *_attention_backward(
-        grad, q, k, v, out, lse, causal=scoring.mask.causal, scale=scoring.scale, dropout=scoring.dropout
-    ), None
+    return _attention_backward(grad, q, k, v, out, lse, **scoring._asdict())
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor]:

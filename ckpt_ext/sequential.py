@@ -1,0 +1,55 @@
+"""A chain of blocks in segments: fewer inputs kept, for one more forward pass in all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .adopt import plain
+from .masks import AttentionMask
+from .modules import TransformerBlock
+from .partition import even_lengths, least_peak_lengths
+from .segments import Place, Segment
+from .slicing import working_set
+from .validate import positive_int
+
+
+def checkpoint_sequential(
+    blocks: Iterable[TransformerBlock], x: Tensor, *, segments: int | Literal["auto"] = "auto", mask: AttentionMask | None = None
+) -> Tensor:
+    """`x [B, T, dim]` through `blocks` one after another, of which only the first of each segment keeps its input.
+
+    Backward rebuilds the inputs of a segment's other blocks, then goes block by block, each with its own small working set. The gradients
+    are those of the blocks called one by one, bit for bit. `segments` is their number, of lengths as equal as can be, or "auto": as many,
+    the earlier ones longer, as make the peak least, by the sizes of the blocks' inputs and working sets.
+
+    Raises NotImplementedError, naming the block, for one that is no plain `TransformerBlock` or has hooks, which a rebuild would skip;
+    ValueError for one whose policy keeps more than its input.
+    """
+    chain = list(blocks)
+    for index, block in enumerate(chain):
+        plain(f"blocks[{index}]", block, TransformerBlock)
+        if block.policy.save != "input":
+            raise ValueError(f"blocks[{index}] must keep its input alone in a segment, got save={block.policy.save!r}")
+    for length in _lengths(chain, x, segments):
+        segment, members, chain = Segment(), chain[:length], chain[length:]
+        position = 0
+        for block in members:
+            x = block(x, mask=mask, place=Place(segment, position))
+            # Blocks that need no gradient keep nothing; the segment begins with the first that does.
+            position += x.requires_grad
+    return x
+
+
+def _lengths(chain: Sequence[TransformerBlock], x: Tensor, segments: int | Literal["auto"]) -> list[int]:
+    if segments != "auto":
+        positive_int("segments", segments)
+        return even_lengths(len(chain), segments)
+    if not torch.is_grad_enabled():
+        return [len(chain)]
+    tokens = x.size(0) * x.size(1)
+    inputs = [tokens * block.spec.dim * x.element_size() for block in chain]
+    return least_peak_lengths(inputs, [working_set(block.spec, tokens, x.element_size()) for block in chain])
