@@ -70,21 +70,20 @@ def test_keeps_the_inputs_of_segments_alone():
 
 
 def test_backward_holds_one_segment_and_frees_it():
-    blocks = chain(9, BlockSpec(dim=32, heads=4, hidden_dim=16), policy=Policy(slices=1))
+    blocks = chain(9, BlockSpec(dim=32, heads=4, hidden_dim=16), policy=Policy(slices=1)).requires_grad_(False)
     x = torch.randn(1, 64, 32, requires_grad=True)
     peaks = {}
     for segments in (3, 9):
-        for tensor in (x, *blocks.parameters()):
-            tensor.grad = None
-        memory = LiveStorages([x, *blocks.parameters()])
+        x.grad = None
+        memory = LiveStorages([x])
         with memory:
             y = checkpoint_sequential(blocks, x, segments=segments)
             y.sum().backward()
             del y
         peaks[segments] = memory.peak / x.nbytes
-        gradients = sum(p.grad.nbytes for p in (x, *blocks.parameters()))
-        assert memory.live == gradients
-    assert peaks[3] <= peaks[9] - 3.5  # three first inputs and two rebuilt ones for nine, of which x counts in neither
+        assert memory.live == x.grad.nbytes
+    # Eight inputs besides x in the one run; two, and two that are rebuilt, in the other.
+    assert peaks[3] == pytest.approx(peaks[9] - 4, abs=0.01)
 
 
 def test_frozen_blocks_before_and_inside():

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -302,18 +301,19 @@ def test_mask_does_not_depend_on_the_tile():
     drop = dropout(0.5)
     _, q, k, _ = inputs(2, 1, 1, 20, 32, 32)
     v = torch.eye(32, dtype=torch.float64).expand(2, 1, 32, 32)
+    kept = rng.dropout(torch.ones(2, 1, 20, 32), drop) != 0
     for tile in (Tile(16, 16), Tile(32, 32), Tile(16, 32), Tile(32, 16)):
-        out, _ = attention_forward(q, k, v, causal=False, scale=0.3, dropout=drop, tile=tile)
-        assert torch.equal(out != 0, kept(drop, 2, 1, 20, 32))
+        out, _ = attention_forward(q, k, v, **scoring(drop=drop)._asdict(), tile=tile)
+        assert torch.equal(out != 0, kept)
 
 
 @pytest.mark.parametrize("tile", [Tile(16, 32), Tile(32, 16), Tile(32, 32)], ids=str)
 def test_other_tiles(tile):
-    assert_true(inputs(query_count=40, key_count=37), causal=True, scale=0.3, drop=dropout(0.3), tile=tile)
+    assert_true(inputs(query_count=40, key_count=37), scoring(causal=True, window=18, drop=dropout(0.3), **packed(40, 37)), tile)
 
 
 def test_dropping_everything_gives_zeros():
-    out, lse, *grads = ours(*inputs(query_count=18, key_count=18), causal=True, scale=0.3, drop=dropout(1.0))
+    out, lse, *grads = ours(*inputs(query_count=18, key_count=18), scoring(causal=True, drop=dropout(1.0)))
     assert lse.isfinite().all()
     assert all((x == 0).all() for x in (out, *grads))
 
@@ -321,7 +321,7 @@ def test_dropping_everything_gives_zeros():
 def test_masks_follow_seed_and_offset():
     _, q, k, v = inputs(query_count=18, key_count=18)
     drops = (dropout(0.5), dropout(0.5, seed=7), dropout(0.5, offset=9))
-    outs = [attention_forward(q, k, v, causal=False, scale=0.3, dropout=drop)[0] for drop in drops]
+    outs = [attention_forward(q, k, v, **scoring(drop=drop)._asdict())[0] for drop in drops]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(outs, 2))
 
 
@@ -331,36 +331,24 @@ def test_masks_follow_seed_and_offset():
 def test_same_bits_every_time_and_inputs_untouched():
     tensors = inputs(1, 2, 1, 18, 18, dtype=torch.float32)
     before = [x.clone() for x in tensors]
-    first, second = (ours(*tensors, causal=True, scale=0.3, drop=dropout(0.3)) for _ in range(2))
+    first, second = (ours(*tensors, everything(18, 18, torch.float32)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
 def test_outputs_lie_in_memory_as_batch_time_heads_dim():
-    out, lse, *grads = ours(*inputs(2, 4, 2, 5, 6), causal=True, scale=0.3)
+    out, lse, *grads = ours(*inputs(2, 4, 2, 5, 6), scoring(causal=True))
     assert lse.is_contiguous()
     assert all(x.transpose(1, 2).is_contiguous() for x in (out, *grads))
 
 
-def test_a_row_that_sees_no_key_gives_no_gradient():
-    """The causal mask leaves no such row; its mark is lse = -inf, and backward takes it as it will come from other masks."""
-    grad, q, k, v = inputs(query_count=18, key_count=18)
-    out, lse = attention_forward(q, k, v, causal=True, scale=0.3)
-    blind = [0, 5, 17]
-    out[:, :, blind] = 0
-    lse[:, :, blind] = -math.inf
-    results = attention_backward(grad, q, k, v, out, lse, causal=True, scale=0.3)
-    assert (results[0][:, :, blind] == 0).all()
-    grad = grad.clone()
-    grad[:, :, blind] = 0  # the truth: as if nothing came back to those rows
-    for result, truth in zip(results, eager(grad, q, k, v, causal=True, scale=0.3)[2:], strict=True):
-        torch.testing.assert_close(result, truth, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("batch, query_count, key_count", [(0, 5, 5), (1, 0, 5), (1, 5, 0), (1, 0, 0)])
-def test_empty(batch, query_count, key_count):
+@pytest.mark.parametrize("masked", [False, True])
+def test_empty(batch, query_count, key_count, masked):
     tensors = inputs(batch, 2, 1, query_count, key_count)
-    out, lse, dq, dk, dv = ours(*tensors, causal=True, scale=0.3, drop=dropout(0.3))
+    ids = {f"{name}_segments": torch.zeros(batch, count, dtype=torch.int32) for name, count in (("query", query_count), ("key", key_count))}
+    mask = {**ids, "window": 3, "dense": torch.ones(batch, 2, query_count, key_count, dtype=torch.bool)} if masked else {}
+    out, lse, dq, dk, dv = ours(*tensors, scoring(causal=True, drop=dropout(0.3), **mask))
     assert out.shape == dq.shape == tensors[1].shape and dk.shape == dv.shape == tensors[2].shape and lse.shape == out.shape[:3]
     assert all((x == 0).all() for x in (out, dq, dk, dv))
     assert (lse == -math.inf).all()
@@ -369,11 +357,13 @@ def test_empty(batch, query_count, key_count):
 def test_grids_hold_any_batch_and_nothing_is_launched_for_none():
     def grids(batch: int, length: int):
         q = torch.empty(batch, 64, length, 64, device="meta")
+        ids = torch.empty(batch, length, dtype=torch.int32, device="meta")
         with record_launches() as launches:
-            ours(q, q, q, q, causal=True, scale=0.3)
+            ours(q, q, q, q, scoring(query_segments=ids, key_segments=ids))
         return [launch.grid for launch in launches]
 
-    assert all(len(grid) == 1 and 70_000 * 64 <= grid[0] < 2**31 for grid in grids(70_000, 16))
+    whole = grids(70_000, 16)
+    assert all(len(grid) == 1 and 70_000 <= grid[0] < 2**31 for grid in whole) and sum(grid[0] >= 70_000 * 64 for grid in whole) == 4
     assert grids(0, 16) == grids(1, 0) == []
 
 
@@ -390,12 +380,11 @@ def test_offsets_pass_two_to_the_31():
 
 def test_a_slice_of_heads_has_its_rows_of_the_whole_mask():
     grad, q, k, v = inputs(batch=2, heads=4, kv_heads=2, query_count=9, key_count=9)
-    drop, length = dropout(0.3), q.size(2)
-    options = {"causal": True, "scale": 0.3}
-    out, lse, *whole = ours(grad, q, k, v, **options, drop=drop)
+    sinks = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    how = scoring(causal=True, sinks=sinks, drop=dropout(0.3), dense=dense(2, 4, 9, 9))
+    out, lse, *whole = ours(grad, q, k, v, how)
     for kv_head in range(2):
         heads, kv = slice(2 * kv_head, 2 * kv_head + 2), slice(kv_head, kv_head + 1)
-        part = replace(drop.rows_from(heads.start * length), batch_rows=4 * length)
-        results = ours(grad[:, heads], q[:, heads], k[:, kv], v[:, kv], **options, drop=part)
-        expected = (out[:, heads], lse[:, heads], whole[0][:, heads], whole[1][:, kv], whole[2][:, kv])
+        results = ours(grad[:, heads], q[:, heads], k[:, kv], v[:, kv], how.of_heads(heads, 4, 9))
+        expected = (out[:, heads], lse[:, heads], whole[0][:, heads], whole[1][:, kv], whole[2][:, kv], whole[3][heads])
         assert all(map(torch.equal, results, expected))

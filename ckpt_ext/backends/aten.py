@@ -47,8 +47,8 @@ def add_norm(
     total = torch.empty_like(residual_rows, memory_format=torch.contiguous_format) if into is None else into.view(residual_rows.shape)
     normalise = _Normalise(total, weight, bias, spec, x.dtype)
     for span in _spans(rows):
-        total[span] = dropout_add(rows[span], residual_rows[span], None if dropout is None else dropout.rows_from(span.start))
-        normalise(span, total[span])
+        sums = torch.add(residual_rows[span], _dropped(rows[span], dropout, span), out=total[span])
+        normalise(span, sums)
     return total.view(residual.shape), normalise.y.view(x.shape), normalise.stats
 
 
