@@ -8,11 +8,12 @@ of two-byte elements elsewhere than on matrix units, or computes a pointer's off
 """
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import re
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
@@ -78,13 +79,14 @@ def main(argv: list[str] | None = None) -> int:
     names = [name for name in [*CALLS, *COMPETITORS] if re.search(args.match, name)]
     work = [(name, arch) for name in names for arch in args.arch]
     print(HEADER)
-    table = []
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(rows, name, arch, args.cache) for name, arch in work]:
-            for kept in future.result():
-                if all(kept | {"call": seen["call"]} != seen for seen in table):  # once, where calls share a kernel
-                    table.append(kept)
-                    print(line(kept), flush=True)
+        futures = [pool.submit(rows, name, arch, args.cache) for name, arch in work]
+        for future in as_completed(futures):
+            print("\n".join(map(line, future.result())), flush=True)
+    table: list[dict] = []
+    for kept in itertools.chain.from_iterable(future.result() for future in futures):
+        if all(kept | {"call": seen["call"]} != seen for seen in table):  # once, where calls share a kernel
+            table.append(kept)
     failed = sum(bool(kept["faults"]) for kept in table)
     print(f"{len(table)} binaries, {failed} unfit")
     if args.out:

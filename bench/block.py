@@ -93,7 +93,6 @@ def plain(block: nn.Module, x: Tensor) -> Tensor:
 def case(shape: Shape, check_shape: Shape) -> Case:
     """All ways to run the block at one length."""
     device = shape.device
-    backend = peers.backend_for(device)
 
     def eager(shape: Shape) -> tuple[nn.Module, TransformerBlock]:
         return (block := build(EagerBlock, shape)), block
@@ -111,10 +110,10 @@ def case(shape: Shape, check_shape: Shape) -> Case:
 
     def ours(save: str) -> Provider:
         def make(shape: Shape) -> tuple[nn.Module, TransformerBlock]:
-            block = build(TransformerBlock, shape, policy=Policy(save), backend=backend)
+            block = build(TransformerBlock, shape, policy=Policy(save))
             return block, block
 
-        return peers.ours(backend, device, partial(prepare, make, plain))
+        return peers.ours("auto", device, partial(prepare, make, plain))
 
     def nothing_saved(provider: Provider) -> Provider:
         return provider if shape.length <= PLAIN_LENGTH else Provider(None, f"left out above {PLAIN_LENGTH} tokens", provider.ours)

@@ -6,7 +6,8 @@
 #
 # Everything lands in $OUT (bench/results/gpu-NAME): summary.txt with a line a step, log.txt, a JSON file a benchmark, report.png. Each step
 # has a limit of its own and ends sooner where the total (LIMIT seconds) is spent; what a step has measured by then is kept.
-# --dry-run goes the same way on a CPU, with tiny shapes under Triton's interpreter, and builds into a temporary folder.
+# --dry-run goes the same way on a CPU, with tiny shapes under Triton's interpreter and four times the limits, and builds into a temporary
+# folder.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,7 +23,7 @@ while [ $# -gt 0 ]; do
 done
 
 PYTHON="${PYTHON:-python3}"
-LIMIT="${LIMIT:-470}"
+LIMIT="${LIMIT:-$((DRY ? 1800 : 470))}"
 export PYTHONUNBUFFERED=1
 # The interpreter is for machines without a GPU, and the tests' own settings leave a choice made here alone.
 export TRITON_INTERPRET="$DRY"
@@ -47,7 +48,7 @@ FAILED=0
 
 # step NAME SECONDS COMMAND...: run it if it was asked for, within its limit and the total's, and note how it ended.
 step() {
-    local name="$1" seconds="$2" start=$SECONDS result
+    local name="$1" seconds=$(($2 * (DRY ? 4 : 1))) start=$SECONDS result
     shift 2
     case ",$STEPS," in *",$name,"*) ;; *) return ;; esac
     [ $((LIMIT - SECONDS)) -lt "$seconds" ] && seconds=$((LIMIT - SECONDS))

@@ -20,6 +20,7 @@ from bench.clock import Work
 from bench.harness import Provider
 from ckpt_ext import EagerBlock, reference, rope
 from ckpt_ext.backends import interpreting, select
+from ckpt_ext.spec import BackendName
 
 SDPA_OPERATORS = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
@@ -36,17 +37,17 @@ def importable(name: str) -> tuple[ModuleType | None, str]:
         return None, f"{name.partition('.')[0]} cannot be imported: {error}".splitlines()[0]
 
 
-def ours(backend: str, device: torch.device, prepare: Callable[[Any], Work]) -> Provider:
-    """One of our own, on `backend` ("triton" or "aten")."""
+def ours(backend: BackendName, device: torch.device, prepare: Callable[[Any], Work]) -> Provider:
+    """One of our own, on `backend`."""
     try:
-        select(backend, device)  # type: ignore[arg-type]
+        select(backend, device)
     except RuntimeError as error:
         return Provider(None, str(error), ours=True)
     return Provider(prepare, ours=True)
 
 
-def backend_for(device: torch.device) -> str:
-    """Triton wherever it runs."""
+def backend_for(device: torch.device) -> BackendName:
+    """Triton wherever it runs, under its interpreter too."""
     return "triton" if device.type == "cuda" or interpreting() else "aten"
 
 

@@ -81,14 +81,13 @@ def of_hugging_face(module: ModuleType, shape: Shape) -> Work:
 def case(shape: Shape, check_shape: Shape) -> Case:
     """All ways to train the model at one length."""
     device = shape.device
-    backend = peers.backend_for(device)
 
     def of(kind: type[TransformerBlock], shape: Shape, **arguments) -> Work:
         model = build(kind, shape, **arguments)
         return stepped(model, model.loss, windows(shape))
 
     def ours(save: str) -> Provider:
-        return peers.ours(backend, device, lambda shape: of(TransformerBlock, shape, policy=Policy(save), backend=backend))
+        return peers.ours("auto", device, lambda shape: of(TransformerBlock, shape, policy=Policy(save)))
 
     transformers, reason = peers.importable("transformers")
     hugging_face = Provider(None, reason) if transformers is None else Provider(partial(of_hugging_face, transformers))

@@ -1,4 +1,7 @@
-"""The attention half of a block, `mid = x + drop(out(attention(q, k, v of norm(x))))`, forward and backward on plain tensors."""
+"""The attention half of a block, `mid = x + drop(out(attention(q, k, v of norm(x))))`, forward and backward on plain tensors.
+
+The last sum of forward is left to the MLP half, whose norm is taken in the same pass.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _BEFORE_OUT = PARTS[:-1]
 
 
 def internals_of(spec: BlockSpec) -> tuple[str, ...]:
-    """What lies between x and mid: the normed rows and their statistics, q, k and v as attention takes them, its output and its
+    """What lies between x and the half's output: the normed rows and their statistics, q, k and v as attention takes them, its output and
     log-sum-exp; where queries and keys have a norm, also what goes into that and the statistics of its rows."""
     normed = ("raw_q", "raw_k", "q_stats", "k_stats") if spec.qk_norm else ()
     return ("normed", "stats", *normed, "q", "k", "v", "out", "lse")
@@ -31,7 +34,7 @@ def internals_of(spec: BlockSpec) -> tuple[str, ...]:
 def forward(
     call: BlockCall, weights: BlockWeights, x: Tensor, shared: Shared, kept: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`mid`, contiguous, and the internals by name; the normed rows, which are cheap to make again, only for save="all".
+    """What x has yet to be added to, rows `[N, dim]`, and the internals by name; the normed rows, cheap to make again, only for save="all".
 
     What `kept` has of them ("out" and "lse", if any) is taken from there, not computed.
     """
@@ -53,9 +56,7 @@ def forward(
         out, lse = kept["out"], kept["lse"]
     else:
         out, lse = call.backend.attention(q, k, v, call.scoring(weights, x, shared))
-    branch = weights.out(_rows(out)).view(x.shape)
-    mid = call.backend.dropout_add(branch, x, shared.dropout(call.spec).attention_residual).contiguous()
-    return mid, internals | {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    return weights.out(_rows(out)), internals | {"q": q, "k": k, "v": v, "out": out, "lse": lse}
 
 
 def backward(

@@ -91,13 +91,13 @@ class BlockFunction(torch.autograd.Function):
         with without_autocast(x):
             internals = dict(zip(kept_names(call), kept, strict=False))
             slices: list[dict[str, Tensor]] = []
+            branch = None
             if call.save == "all":
-                mid, *kept = kept[len(internals) :]
-                slices = mlp_half.unpack(kept, gated=weights.gate is not None)
+                slices = mlp_half.unpack(kept[len(internals) :], gated=weights.gate is not None)
             else:
-                mid, internals = attention_half.forward(call, weights, x, shared, kept=internals)
-            grad_mid, grads = mlp_half.backward(call, weights, needs, needs_mid, grad_y, mid, slices, shared.dropout(call.spec))
-            del mid
+                branch, internals = attention_half.forward(call, weights, x, shared, kept=internals)
+            grad_mid, grads = mlp_half.backward(call, weights, needs, needs_mid, grad_y, branch, x, slices, shared)
+            del branch
             grad_x = None
             if grad_mid is not None:
                 grad_x, attention_grads = attention_half.backward(

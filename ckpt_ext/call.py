@@ -84,7 +84,7 @@ class BlockCall:
         """
         if grad is None:
             return None, (None, None)
-        grad_x, *grad_params = self.backend.norm_backward(grad, x, *weights, stats, self.norm, params=any(needs))
+        grad_x, *grad_params = self.backend.norm_backward(grad, x, *weights, stats, self.norm, params=any(needs), onto=onto)
         needed = [g if need else None for g, need in zip(grad_params, needs, strict=True)]
-        return (None if onto is None else grad_x.add_(onto)), needed
+        return (None if onto is None else grad_x), needed
 

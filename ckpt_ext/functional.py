@@ -9,6 +9,7 @@ from . import rng, rope
 from .autograd import AttentionCall, AttentionFunction, BlockFunction, MlpFunction, NormFunction, run_block
 from .backends import NormSpec, select
 from .call import BlockCall, Shared
+from .cross_entropy import LinearCrossEntropyFunction, Loss
 from .guards import without_autocast
 from .masks import AttentionMask, attention_mask, full_mask
 from .rng import Dropout, Site
@@ -149,6 +150,39 @@ def norm(
         if tensor is not None and tensor.shape != x.shape[-1:]:
             raise ValueError(f"{name} must have shape {list(x.shape[-1:])}, got {list(tensor.shape)}")
     return NormFunction.apply(select(backend, x.device), NormSpec(kind, eps, offset), x, weight, bias)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
+    softcap: float | None = None, z_loss: float = 0.0, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """Cross entropy of `softcap(x weight^T + bias)` against `target`, whose logits are never whole: made a tile at a time, twice.
+
+    `x [..., dim]`, `weight [V, dim]`, `bias [V]`, `target [...]` of integers in [0, V) or `ignore_index`. The loss is float32 (float64 for
+    float64): its mean over tokens that are not ignored, its "sum", or with "none" that of each token, `[...]`. `label_smoothing` is that of
+    `torch.nn.functional.cross_entropy`; `softcap` bounds logits by `softcap * tanh(logit / softcap)` (arXiv:2408.00118); `z_loss` adds
+    `z_loss * logsumexp ** 2` (arXiv:2204.02311). Gradients are exact: no probability is dropped for being small. Keeps its inputs and 4
+    bytes a token. Under autocast logits are in autocast's dtype.
+
+    Raises ValueError for wrong shapes, dtypes, devices or options, RuntimeError for a target out of range.
+    """
+    computable("x", x, {"weight": weight, "bias": bias})
+    one_of("reduction", reduction, ("mean", "sum", "none"))
+    probability("label_smoothing", label_smoothing)
+    bound("softcap", softcap)
+    number("z_loss", z_loss)
+    if weight.dim() != 2 or weight.size(0) == 0 or weight.size(1) != x.size(-1):
+        raise ValueError(f"weight must have shape [V, {x.size(-1)}], got {list(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must have shape [{weight.size(0)}], got {list(bias.shape)}")
+    if target.shape != x.shape[:-1] or target.dtype.is_floating_point or target.dtype == torch.bool:
+        raise ValueError(f"target must be integers of shape {list(x.shape[:-1])}, got {target.dtype} {list(target.shape)}")
+    if target.device != x.device:
+        raise ValueError(f"target must be on x's device {x.device}, got {target.device}")
+    rows = x.to(_branch_dtype(x)).reshape(-1, x.size(-1))
+    call = Loss(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    loss = LinearCrossEntropyFunction.apply(call, rows, weight, bias, target.reshape(-1).long())
+    return loss.view(target.shape) if reduction == "none" else loss
 
 
 def _branch_dtype(x: Tensor) -> torch.dtype:

@@ -1,5 +1,5 @@
-"""The MLP half of a block, `y = mid + drop(mlp(norm(mid)))` with `mlp(n) = down(drop(f(gate(n)) * up(n)))`, forward and backward on
-plain tensors, a slice of tokens at a time."""
+"""The MLP half of a block: `mid = x + drop(branch)`, which ends the attention half, and `y = mid + drop(mlp(norm(mid)))` with
+`mlp(n) = down(drop(f(gate(n)) * up(n)))`, forward and backward on plain tensors, a slice of tokens at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .backends import Backend
-from .call import BlockCall, flat
+from .call import BlockCall, Shared, flat
 from .gradients import Gradients, GradientSums
 from .projections import Projection
 from .rng import Dropout
@@ -19,13 +19,13 @@ from .slicing import spans
 from .spec import pointwise
 from .weights import BlockWeights
 
-INTERNALS = ("normed", "stats", "up", "gate")
-"""What lies between mid and the hidden layer, in each slice: the normed rows and their statistics, and the projections' outputs.
+INTERNALS = ("mid", "normed", "stats", "up", "gate")
+"""What lies before the hidden layer, in each slice: mid, the normed rows and their statistics, and the projections' outputs.
 
 The hidden layer itself is never kept: the kernel that differentiates the activation makes it again on the way.
 """
 
-PLAIN_INTERNALS = INTERNALS[:3]
+PLAIN_INTERNALS = INTERNALS[:4]
 """The same of a plain MLP, which has no gate."""
 
 
@@ -41,31 +41,39 @@ class MlpWeights(Protocol):
 
 
 def forward(
-    call: BlockCall, weights: BlockWeights, mid: Tensor, dropout: BlockDropout
+    call: BlockCall, weights: BlockWeights, branch: Tensor, x: Tensor, shared: Shared
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """The block's output, and for save="all" the internals of each slice by name."""
-    rows = flat(mid)
+    """The block's output, and for save="all" the internals of each slice by name.
+
+    `branch [N, dim]` is what the attention half adds to x; of no further use, it gives its place to mid and y where it may.
+    """
+    rows, dropout, keep = flat(x), shared.dropout(call.spec), call.save == "all"
+    place = None if keep else _place(branch, rows)
     slices = list(spans(rows.size(0), call.slicing.tokens))
-    y, kept = _Assembly(rows, len(slices)), []
+    y, kept = _Assembly(rows, len(slices), place), []
     for span in slices:
-        internals = rebuild(call, weights, rows[span])
-        keep = call.save == "all"
+        internals = rebuild(call, weights, branch, rows, span, dropout, place)
+        mid = internals["mid"]
         hidden = call.backend.activation(
             internals.get("gate"), internals["up"], pointwise(call.spec.activation), _rows_from(dropout.mlp, span), overwrite=not keep
         )
         if keep:
             kept.append(internals)
         del internals
-        branch = weights.down(hidden)
-        y.put(span, call.backend.dropout_add(branch, rows[span], _rows_from(dropout.mlp_residual, span)))
-    return y.whole.view(mid.shape), kept
+        y.put(span, call.backend.dropout_add(weights.down(hidden), mid, _rows_from(dropout.mlp_residual, span)))
+    return y.whole.view(x.shape), kept
 
 
-def rebuild(call: BlockCall, weights: BlockWeights, rows: Tensor) -> dict[str, Tensor]:
-    """The internals of a slice by name: all of its forward pass that backward needs, so without the activation and the down projection."""
-    normed, stats = call.backend.norm(rows, *weights.mlp_norm, call.norm)
-    normed = normed.to(call.dtype)
-    internals = {"normed": normed, "stats": stats, "up": weights.up(normed)}
+def rebuild(
+    call: BlockCall, weights: BlockWeights, branch: Tensor, x: Tensor, span: slice, dropout: BlockDropout, place: Tensor | None
+) -> dict[str, Tensor]:
+    """The internals of a slice of rows by name: all of its forward pass that backward needs, so without the activation and the down
+    projection; mid lies in `place`, rows like x's, where that is given."""
+    mid, normed, stats = call.backend.add_norm(
+        branch[span], x[span], *weights.mlp_norm, call.norm, _rows_from(dropout.attention_residual, span),
+        into=None if place is None else place[span],
+    )  # fmt: skip
+    internals = {"mid": mid, "normed": normed, "stats": stats, "up": weights.up(normed)}
     if weights.gate is not None:
         internals["gate"] = weights.gate(normed)
     return internals
@@ -79,35 +87,39 @@ def unpack(tensors: list[Tensor], *, gated: bool) -> list[dict[str, Tensor]]:
 
 
 def backward(
-    call: BlockCall, weights: BlockWeights, needs: Mapping[str, Sequence[bool]], needs_mid: bool, grad_y: Tensor, mid: Tensor,
-    kept: list[dict[str, Tensor]], dropout: BlockDropout,
-) -> tuple[Tensor | None, Gradients]:
+    call: BlockCall, weights: BlockWeights, needs: Mapping[str, Sequence[bool]], needs_mid: bool, grad_y: Tensor, branch: Tensor | None,
+    x: Tensor, kept: list[dict[str, Tensor]], shared: Shared,
+) -> tuple[Tensor | None, Gradients]:  # fmt: skip
     """Gradients of mid (None unless `needs_mid`) and of this half's parameters.
 
-    Where nothing is `kept`, mid is of no further use, and its gradient takes its place.
+    Where nothing is `kept`, each slice is made again from `branch`, whose place mid and then its gradient take where they may.
     """
-    rows, grad_rows = flat(mid), flat(grad_y)
+    rows, grad_rows, dropout = flat(x), flat(grad_y), shared.dropout(call.spec)
+    place = None if branch is None else _place(branch, rows)
     slices = list(spans(rows.size(0), call.slicing.tokens))
-    grad_mid = _Assembly(rows, len(slices), reuse=not kept)
+    grad_mid = _Assembly(rows, len(slices), place)
     sums = GradientSums(len(slices))
     for index, span in enumerate(slices):
-        internals = kept[index] if kept else rebuild(call, weights, rows[span])
+        if branch is None:
+            internals = kept[index]
+        else:
+            internals = rebuild(call, weights, branch, rows, span, dropout, place)
         grad_branch = grad_rows[span]
         if dropout.mlp_residual is not None:
             grad_branch = call.backend.dropout(grad_branch, dropout.mlp_residual.rows_from(span.start))
-        stats = internals.pop("stats")
+        mid, stats = internals.pop("mid"), internals.pop("stats")
         grad_normed = through_mlp(
             call.backend, call.spec.activation, weights, needs, needs_mid or any(needs["mlp_norm"]), grad_branch.to(call.dtype),
             internals, _rows_from(dropout.mlp, span), sums, overwrite=not kept,
         )  # fmt: skip
         if grad_normed is not None:
             grad_span, norm_grads = call.through_norm(
-                grad_normed, rows[span], weights.mlp_norm, stats, needs["mlp_norm"], onto=grad_rows[span] if needs_mid else None
+                grad_normed, mid, weights.mlp_norm, stats, needs["mlp_norm"], onto=grad_rows[span] if needs_mid else None
             )
             sums.add("mlp_norm", norm_grads)
             if grad_span is not None:
                 grad_mid.put(span, grad_span)
-    return grad_mid.whole.view(mid.shape) if needs_mid else None, sums.finish(weights)
+    return grad_mid.whole.view(x.shape) if needs_mid else None, sums.finish(weights)
 
 
 def through_mlp(
@@ -137,17 +149,25 @@ def through_mlp(
 
 
 class _Assembly:
-    """Rows put together from slices: a lone slice is the whole as it is, several go to their places in one tensor."""
+    """Rows put together from slices: a lone slice is the whole as it is, several go to their places in one tensor, in `place` if given."""
 
-    def __init__(self, like: Tensor, slices: int, *, reuse: bool = False) -> None:
+    def __init__(self, like: Tensor, slices: int, place: Tensor | None) -> None:
         self._alone = slices == 1
-        self.whole = like if reuse or self._alone else torch.empty_like(like)
+        if self._alone:
+            self.whole = like
+        else:
+            self.whole = torch.empty_like(like, memory_format=torch.contiguous_format) if place is None else place
 
     def put(self, span: slice, rows: Tensor) -> None:
         if self._alone:
             self.whole = rows
         else:
             self.whole[span] = rows
+
+
+def _place(branch: Tensor, rows: Tensor) -> Tensor | None:
+    """Where rows of the stream may lie instead of `branch`, which autocast may have made of another dtype."""
+    return branch if branch.dtype == rows.dtype and branch.is_contiguous() else None
 
 
 def _rows_from(dropout: Dropout | None, span: slice) -> Dropout | None:

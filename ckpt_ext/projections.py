@@ -78,21 +78,21 @@ class Dense(NamedTuple):
 
     def grad_input(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
         weight = self.weight.to(grad.dtype)
-        return _product(grad, weight, into)
+        return product(grad, weight, into)
 
     def grad_tensors(
         self, grad: Tensor, x: Tensor, needs: Sequence[bool], onto: Sequence[Tensor | None] | None = None
     ) -> list[Tensor | None]:
         needs_weight, needs_bias = needs
         weight_onto, bias_onto = onto or (None, None)
-        grad_weight = _product(grad.T, x, weight_onto) if needs_weight else None
+        grad_weight = product(grad.T, x, weight_onto) if needs_weight else None
         grad_bias = None
         if needs_bias and self.bias is not None:
             grad_bias = grad.sum(0) if bias_onto is None else bias_onto.add_(grad.sum(0))
         return [grad_weight, grad_bias]
 
 
-def _product(a: Tensor, b: Tensor, onto: Tensor | None) -> Tensor:
+def product(a: Tensor, b: Tensor, onto: Tensor | None) -> Tensor:
     """`a @ b`, added to `onto` in place where that is given."""
     if onto is None:
         return a @ b

@@ -7,16 +7,16 @@ from torch import Tensor
 
 from .reference import rope_table
 from .spec import BlockSpec
+from .validate import widened
 
 
 def table(spec: BlockSpec, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """Cosines and sines `[length, rope_dim / 2]`, float32 (float64 for a float64 stream); Nones where the block rotates nothing."""
     if spec.rope_theta is None:
         return None, None
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     # Under a fake-tensor mode the table is fake too: one mode's must not serve another, nor a real run.
     mode = getattr(torch.empty(0, device=device), "fake_mode", None)
-    return _build(length, spec.rope_dim, spec.rope_theta, wide, device, mode)
+    return _build(length, spec.rope_dim, spec.rope_theta, widened(dtype), device, mode)
 
 
 @lru_cache(maxsize=4)

@@ -11,13 +11,13 @@ from .weights import BlockWeights
 
 def run_block(call: BlockCall, weights: BlockWeights, x: Tensor, shared: Shared) -> tuple[Tensor, list[Tensor]]:
     """The block's output, and what `call.save` keeps besides the inputs: internals of the attention half, then the rest for "all"."""
-    mid, internals = attention_half.forward(call, weights, x, shared, kept={})
+    branch, internals = attention_half.forward(call, weights, x, shared, kept={})
     # What backward rebuilds is dropped before the MLP half makes its own.
     kept = list(map(internals.__getitem__, kept_names(call)))
     del internals
-    y, slices = mlp_half.forward(call, weights, mid, shared.dropout(call.spec))
+    y, slices = mlp_half.forward(call, weights, branch, x, shared)
     if call.save == "all":
-        kept += [mid, *(tensor for internals in slices for tensor in internals.values())]
+        kept += (tensor for internals in slices for tensor in internals.values())
     return y, kept
 
 

@@ -7,6 +7,8 @@ import sys
 import torch
 from torch import Tensor
 
+from .validate import widened
+
 
 def framed(x: Tensor) -> Tensor:
     """`x` as a slice of a larger tensor full of NaN, so that a load outside of its mask spoils the result."""
@@ -40,7 +42,7 @@ def assert_accurate(actual: Tensor, eager: Tensor, truth: Tensor, *, terms: int 
     if not truth.numel():
         return
     largest = max(truth.abs().max().item(), magnitude)
-    accumulator = torch.float64 if actual.dtype == torch.float64 else torch.float32
+    accumulator = widened(actual.dtype)
     rounding = largest * (torch.finfo(actual.dtype).eps + 4 * (terms + 2) * torch.finfo(accumulator).eps)
     error = (actual.double() - truth).abs().max().item()
     eager_error = (eager.double() - truth).abs().max().item()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -53,6 +54,11 @@ def instance(name: str, value: object, kind: type) -> None:
 def is_floating(tensor: Tensor) -> bool:
     """Whether the kernels compute in the tensor's dtype: no integers, complex numbers or 8-bit floats."""
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """What sums, softmax and statistics of `dtype` are computed in: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def floating(name: str, tensor: Tensor) -> None:

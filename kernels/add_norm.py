@@ -16,23 +16,12 @@ from torch import Tensor
 from .dropout import dropout_constants, dropout_row_start, dropout_state
 from .launch import accumulate_dtype, launch
 from .norm import empty_stats, load_tile, norm_forward, normalise
-from .primitives import _TRUNCATES_BF16, apply_dropout, keep_mask, ptr_offset, store
+from .primitives import apply_dropout, keep_mask, nearest, ptr_offset, store
 from .rows import as_rows
 from .tiles import elementwise_tile, norm_tile
 
 _WIDEST = 16384
 """Widest row that is kept in registers from the sum to the norm; a norm alone needs fewer."""
-
-
-@triton.jit
-def _rounded(values, DTYPE: tl.constexpr):
-    """`values`, in their own dtype, as `store` would leave them in DTYPE."""
-    if _TRUNCATES_BF16 and DTYPE == tl.bfloat16:
-        bits = values.to(tl.float32).to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        return tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
-    else:
-        return values.to(DTYPE).to(values.dtype)
 
 
 @triton.jit
@@ -53,7 +42,7 @@ def _add_norm(
         keep = keep_mask(state_ptr, mask_first_row + rows, first_col, num_cols, SITE, THRESHOLD, BLOCK_N)
         total = apply_dropout(total, keep, DROPOUT_SCALE)
     total += load_tile(residual_ptr, rows, cols, mask, residual_strides, ACC)  # [BLOCK_M, BLOCK_N]
-    total = _rounded(total, total_ptr.dtype.element_ty)
+    total = nearest(total, total_ptr.dtype.element_ty).to(ACC)
     store(total_ptr + ptr_offset((rows[:, None], cols[None, :]), total_strides), total, mask=mask)
     if WHOLE_ROW:
         normalise(
@@ -68,7 +57,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`(total, y, stats)`: `residual + drop(x)` in residual's dtype, its norm in x's dtype, both contiguous, and its rows' statistics.
 
-    Total is written to `into` where that is given: contiguous, of residual's shape and dtype.
+    Total is written to `into` where that is given: contiguous, of residual's shape and dtype; x may lie there.
     """
     x_rows, residual_rows = as_rows(x), as_rows(residual)
     num_rows, num_cols = x_rows.shape

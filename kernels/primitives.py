@@ -19,15 +19,20 @@ def ptr_offset(indices, strides):
 
 
 @triton.jit
-def store(pointers, values, mask):
-    """Write `values` in the dtype that is pointed to, rounded to nearest even."""
-    dtype: tl.constexpr = pointers.dtype.element_ty
-    if _TRUNCATES_BF16 and dtype == tl.bfloat16:
+def nearest(values, DTYPE: tl.constexpr):
+    """`values` as DTYPE, rounded to nearest even."""
+    if _TRUNCATES_BF16 and DTYPE == tl.bfloat16:
         wide = values.to(tl.float32)
         bits = wide.to(tl.uint32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
         values = tl.where(wide == wide, rounded, wide)  # adding to a NaN's bits could make it a number
-    tl.store(pointers, values.to(dtype), mask=mask)
+    return values.to(DTYPE)
+
+
+@triton.jit
+def store(pointers, values, mask):
+    """Write `values` in the dtype that is pointed to, rounded to nearest even."""
+    tl.store(pointers, nearest(values, pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -54,17 +54,18 @@ _ATTENTION_FORWARD: dict[str, dict[tuple[int, int], Tile]] = {
         (2, 64): Tile(128, 64, num_warps=8, num_stages=3),
         (2, 128): Tile(128, 64, num_warps=8, num_stages=3),
     },
-    # A group of four warps multiplies 64 rows by up to 256 columns at once, from shared memory, and is fed at full rate from 128 on.
+    # A group of four warps multiplies 64 rows by all columns at once, keys and values from shared memory, which holds three stages. Twice
+    # the columns would spill as soon as a window, documents or a softcap join in.
     "sm_90": {
-        (2, 64): Tile(128, 128, num_warps=8, num_stages=2),
-        (2, 128): Tile(128, 128, num_warps=8, num_stages=2),
-        (2, 256): Tile(128, 64, num_warps=8, num_stages=2),
+        (2, 64): Tile(128, 64, num_warps=8, num_stages=3),
+        (2, 128): Tile(128, 64, num_warps=8, num_stages=3),
+        (2, 256): Tile(128, 32, num_warps=8, num_stages=2),
     },
-    # Sums stand in tensor memory, of 128 rows.
+    # Sums stand in tensor memory, of which 128 rows and 512 columns are all there is, and not in registers.
     "sm_100": {
         (2, 64): Tile(128, 128, num_warps=8, num_stages=2),
-        (2, 128): Tile(128, 128, num_warps=8, num_stages=2),
-        (2, 256): Tile(128, 64, num_warps=8, num_stages=2),
+        (2, 128): Tile(128, 64, num_warps=8, num_stages=2),
+        (2, 256): Tile(64, 32, num_warps=8, num_stages=2),
     },
     # Four warps of 64 lanes may have 512 registers each, eight but 256. One stage: AMD's compiler gains nothing from more where two
     # products follow each other, and 64 KiB would not hold them.
@@ -78,7 +79,7 @@ _ATTENTION_FORWARD: dict[str, dict[tuple[int, int], Tile]] = {
 _ATTENTION_BACKWARD: dict[str, dict[tuple[int, int], Tile]] = {
     "": {
         (2, 64): Tile(128, 32, num_warps=8, num_stages=2),
-        (2, 128): Tile(64, 64, num_warps=8, num_stages=2),
+        (2, 128): Tile(64, 32, num_warps=8, num_stages=2),
         (2, 256): Tile(32, 32, num_warps=8, num_stages=1),
         (4, 64): Tile(16, 32, num_warps=4, num_stages=2),
         (4, 128): Tile(16, 16, num_warps=4, num_stages=2),
@@ -87,20 +88,15 @@ _ATTENTION_BACKWARD: dict[str, dict[tuple[int, int], Tile]] = {
         (8, 128): Tile(16, 16, num_warps=4, num_stages=1),
         (8, 256): Tile(16, 16, num_warps=8, num_stages=1),
     },
-    "sm_90": {
-        (2, 64): Tile(128, 64, num_warps=8, num_stages=2),
-        (2, 128): Tile(128, 32, num_warps=8, num_stages=2),
-        (2, 256): Tile(64, 32, num_warps=8, num_stages=2),
-    },
+    # Both sums fill tensor memory and pass through registers. The addresses of a second stage would spill.
     "sm_100": {
-        (2, 64): Tile(128, 64, num_warps=8, num_stages=2),
-        (2, 128): Tile(128, 32, num_warps=8, num_stages=2),
-        (2, 256): Tile(64, 32, num_warps=8, num_stages=2),
+        (2, 64): Tile(128, 32, num_warps=8, num_stages=1),
+        (2, 128): Tile(128, 32, num_warps=8, num_stages=1),
     },
     "gfx942": {
         (2, 64): Tile(64, 32, num_warps=4, num_stages=1),
         (2, 128): Tile(64, 32, num_warps=4, num_stages=1),
-        (2, 256): Tile(32, 32, num_warps=4, num_stages=1),
+        (2, 256): Tile(32, 16, num_warps=4, num_stages=1),
     },
 }
 
@@ -196,40 +192,42 @@ def elementwise_tile(cols: int, dtype: torch.dtype, device: torch.device) -> Til
 
 
 # --- fused MLP ---
-# block_m counts rows, block_n columns of the hidden layer, of which a gated MLP sums two products, block_k the depth of a step. One tile
-# serves forward and backward, so that both add up in one order and their hidden layers have the same bits. The rows are normalised once
-# for each tile of columns, hence wide tiles where registers allow.
+# block_m counts rows, block_n columns of the hidden layer, of which a gated MLP sums two products, block_k the depth of a step. The keys
+# are bytes of an element. One tile serves forward and backward, so that both add up in one order and their hidden layers have the same
+# bits. Rows are normalised once for each tile of columns, hence wide tiles where registers allow.
 
-_MLP = {
-    # 128 columns twice, and the operands, are more registers than a thread has where the matrix units read and write registers.
-    ("sm_80", 2): Tile(128, 64, 64, num_warps=8, num_stages=3),
-    ("sm_86", 2): Tile(128, 64, 64, num_warps=8, num_stages=3),
-    ("sm_120", 2): Tile(128, 64, 64, num_warps=8, num_stages=3),
-    # Weights stay in shared memory, on sm_100 sums in tensor memory; 128 KiB of shared memory for three stages.
-    ("sm_90", 2): Tile(128, 128, 64, num_warps=8, num_stages=3),
-    ("sm_100", 2): Tile(128, 128, 64, num_warps=8, num_stages=3),
-    # Half the shared memory, in steps half as deep, so that a second program fits.
-    ("gfx942", 2): Tile(128, 128, 32, num_warps=8, num_stages=2),
+_MLP: dict[str, dict[int, Tile]] = {
+    # Two sums of 128 columns and their operands are more registers than a thread has where matrix units work on registers alone: it spills.
+    # Three stages take 81 KiB at most, for sm_86 and sm_120. float32 runs on ordinary units, which 64 columns keep as busy.
+    "": {
+        2: Tile(128, 64, 64, num_warps=8, num_stages=3),
+        4: Tile(64, 64, 16, num_warps=8, num_stages=2),
+        8: Tile(32, 32, 16, num_warps=4, num_stages=2),
+    },
+    # Matrix units read the weights from shared memory. Steps twice as deep spill in backward: rows are normalised in registers.
+    "sm_90": {2: Tile(128, 128, 32, num_warps=8, num_stages=4)},
+    # The sums stand in tensor memory.
+    "sm_100": {2: Tile(128, 128, 64, num_warps=8, num_stages=3)},
+    # There are 64 KiB of shared memory: half of it, in steps half as deep, leaves room for a second program.
+    "gfx942": {2: Tile(128, 128, 32, num_warps=8, num_stages=2)},
 }
-# On ordinary units, or on matrix units for float64: any GPU's registers hold this much.
-_MLP_WIDE = {4: Tile(64, 64, 16, num_warps=8, num_stages=2), 8: Tile(32, 32, 16, num_warps=4, num_stages=2)}
 
 
 def mlp_tile(dtype: torch.dtype, device: torch.device) -> Tile:
     """Tile of both fused MLP kernels."""
     if INTERPRETED:
         return INTERPRETER_TILE
-    return _MLP[architecture(device), 2] if dtype.itemsize == 2 else _MLP_WIDE[dtype.itemsize]
+    return _MLP.get(architecture(device), {}).get(dtype.itemsize) or _MLP[""][dtype.itemsize]
 
 
-# Widest rows for which the fused kernels are thought to beat a matrix product by cuBLAS or hipBLASLt with elementwise kernels around it.
-# Modelled, not measured. In a forward pass and its replay the separate kernels write and read gate and up (8 * hidden elements a row), and
-# the forward pass does so with the normed rows; the fused kernels multiply at an assumed 0.70 of the matrix units' peak, the library at an
-# assumed 0.85. With W = (bytes of an element) / (1 / 0.70 - 1 / 0.85) * peak / bandwidth, the fused kernels win where
+# Widest rows for which the fused kernels should beat a library's products with elementwise kernels around them. Modelled, not measured:
+# in a forward pass and its replay, separate kernels write and read gate and up twice (8 * hidden elements a row), and forward does so with
+# the normed rows (2 * dim); the products, 8 * dim * hidden operations a row, run at an assumed 0.70 of the peak when fused, at an assumed
+# 0.85 in a library. A plain MLP has half of either. With W = 2 bytes / (1 / 0.70 - 1 / 0.85) * peak / bandwidth, fused wins where
 #
 #     dim <= W * (1 + dim / (4 * hidden))
 #
-# Peaks in bfloat16 with float32 sums (TFLOP/s) and bandwidths (TB/s) are those of datasheets.
+# The table has W, from datasheets' peaks in bfloat16 with float32 sums (TFLOP/s) and bandwidths (TB/s).
 _FUSED_MLP_WIDEST = {
     "sm_80": 1214,  # A100: 312, 2.04
     "sm_86": 601,  # RTX 3090: 71, 0.936

@@ -18,7 +18,7 @@ LAYERS = [
     {"backends"},
     {"rope", "partition", "slicing", "gradients", "call", "attention_half", "mlp_half", "run"},
     {"segments"},
-    {"autograd"},
+    {"autograd", "cross_entropy"},
     {"functional"},
     {"adopt", "modules"},
     {"sequential"},

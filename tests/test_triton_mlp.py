@@ -1,4 +1,4 @@
-"""Fused MLP kernels against float64 maths that autograd differentiates, and against the kernels that they take the place of, bit for bit."""
+"""Fused MLP kernels against float64 maths that autograd differentiates, and bit for bit against the kernels whose place they take."""
 
 import itertools
 from typing import NamedTuple
@@ -32,7 +32,7 @@ EAGER = {
 KINDS = [None, "rms", "layer"]
 DROPOUT = Dropout(torch.tensor([1234567890123, 2**33 + 8]), p=0.3, site=3)
 # One program with one step does for most, and costs the interpreter little.
-WIDE = Tile(32, 64, 32)
+WIDE = Tile(32, 32, 32)
 
 
 @pytest.fixture(autouse=True)
@@ -139,27 +139,27 @@ def check(given, pointwise, dropout=None, tile=None):
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 def test_matches_truth(pointwise, dtype, gated):
     kind = KINDS[(list(EAGER).index(pointwise) + gated) % 3]
-    check(problem(17, 24, 40, dtype, gated=gated, kind=kind), pointwise, DROPOUT, WIDE)
+    check(problem(17, 24, 29, dtype, gated=gated, kind=kind), pointwise, DROPOUT, WIDE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind, gated, dropout", [(None, True, None), ("rms", True, DROPOUT), ("layer", False, None)])
-def test_several_tiles_and_steps(dtype, kind, gated, dropout):
-    check(problem(17, 24, 40, dtype, gated=gated, kind=kind, bias=kind is not None), "silu", dropout)
+@pytest.mark.parametrize("kind, dropout", [("rms", DROPOUT), ("layer", None)])
+def test_several_tiles_and_steps(dtype, kind, dropout):
+    check(problem(17, 24, 40, dtype, kind=kind, bias=kind == "rms"), "silu", dropout)
 
 
-@pytest.mark.parametrize("shape", [(1, 16, 5), (3, 1, 1), (33, 17, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 16, 5), (3, 1, 1)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_odd_shapes(shape, kind):
     check(problem(*shape, kind=kind), "gelu_tanh", DROPOUT)
 
 
 def test_tiles_of_rows_in_groups():
-    check(problem(147, 3, 20, gated=False, bias=False), "relu", None, Tile(16, 16, 16))
+    check(problem(147, 3, 20, gated=False, bias=False), "relu")
 
 
 def test_wide_tiles_are_written_in_parts():
-    check(problem(5, 16, 150, torch.bfloat16, kind="rms"), "silu", DROPOUT, Tile(16, 128, 16))
+    check(problem(5, 16, 150, torch.bfloat16), "silu", DROPOUT, Tile(16, 128, 16))
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -173,10 +173,11 @@ def test_rows_of_another_dtype_without_a_norm():
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_are_normalised_as_the_norm_stores_them(kind, dtype):
-    given = problem(17, 24, 40, dtype, kind=kind)
+@pytest.mark.parametrize("dtype, rows_dtype", [*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32)], ids=str)
+def test_rows_are_normalised_as_the_norm_stores_them(kind, dtype, rows_dtype):
+    given = problem(17, 24, 29, dtype, kind=kind, rows_dtype=rows_dtype)
     y, _ = norm_forward(given.x, given.norm.weight, given.norm.bias, kind=kind, eps=EPS, offset=given.norm.offset)
+    y = y.to(dtype)
     fused = mlp_forward(given.x, given.w_gate, given.w_up, **given.options(), pointwise="silu", keep=True, tile=WIDE)
     apart = mlp_forward(y, given.w_gate, given.w_up, b_gate=given.b_gate, b_up=given.b_up, pointwise="silu", keep=True, tile=WIDE)
     assert all(map(torch.equal, fused, apart))

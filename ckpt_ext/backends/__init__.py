@@ -51,7 +51,7 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`(total, y, stats)`: `dropout_add(x, residual, dropout)`, and `norm(total)` with y in x's dtype.
 
-        Total is written to `into` where that is given: contiguous, of residual's shape and dtype.
+        Total is written to `into` where that is given: contiguous, of residual's shape and dtype; x may lie there.
         """
         ...
 
@@ -61,7 +61,7 @@ class Backend(Protocol):
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`(out [B, H, Tq, D], lse [B, H, Tq])`, `H % KV == 0`; out lies in memory as `[B, Tq, H, D]`; sinks are counted in lse.
 
         A query that sees no key gets zeros, and -inf, or its sink, for lse.

@@ -1,4 +1,4 @@
-"""Attention in ATen operators, a chunk at a time: by PyTorch's fused CPU kernel where it fits (aten_fused), else in plain products (aten_blocked).
+"""Attention in ATen operators, by chunks: PyTorch's fused CPU kernel where it fits (aten_fused), else plain products (aten_blocked).
 
 Backward of softmax attention, per head, with C = cap(q k^T * scale), P = exp(mask(C) - lse), P~ = drop(P), out = P~ v and
 delta = rowsum(grad * out):

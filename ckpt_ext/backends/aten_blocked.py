@@ -49,7 +49,8 @@ def _stacked(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(q_rows: Tensor, k_rows: Tensor, scoring: Scoring) -> Tensor:
-    return (q_rows @ k_rows.mT).mul_(scoring.scale)
+    """Scaled, and where there is a softcap in units of it, before their tanh."""
+    return (q_rows @ k_rows.mT).mul_(scoring.scale / (scoring.softcap or 1))
 
 
 def _by_head(weights: Tensor, q: Tensor) -> Tensor:

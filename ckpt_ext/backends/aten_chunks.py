@@ -41,9 +41,9 @@ class Chunk(NamedTuple):
         return self.queries[2].start == self.keys[2].start == 0
 
     def hidden(self, mask: Mask, device: torch.device, *, causal: bool) -> Tensor | None:
-        """True where `mask` hides a key: bool, 4-dimensional, broadcastable to the scores `[b, h, rows, keys]`; None where nothing is hidden.
+        """True where `mask` hides a key, its causality where `causal` only; None where nothing is hidden.
 
-        Its causality counts where `causal` only.
+        Bool, 4-dimensional, broadcastable to the chunk's scores `[b, h, rows, keys]`.
         """
         (batch, heads, rows), keys = self.queries, self.keys[2]
         query, key = torch.arange(rows.start, rows.stop, device=device)[:, None], torch.arange(keys.start, keys.stop, device=device)

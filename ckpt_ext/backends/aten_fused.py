@@ -23,7 +23,7 @@ def fits(q: Tensor, scoring: Scoring) -> bool:
 def forward(q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of the chunk `q [b, h, rows, D]`, `k` and `v [b, kv, keys, D]`, without sinks; -inf for lse of a row without keys."""
     causal = scoring.mask.causal and chunk.at_origin
-    hidden = _hidden(chunk, scoring, q, k)
+    hidden = _hidden(chunk, scoring, q)
     q, k, v = map(_dense_rows, (q, k, v))
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=_additive(hidden, q), scale=scoring.scale
@@ -38,17 +38,17 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the chunk's q, k and v; `lse` is +inf for a row without keys, which makes its weights zeros."""
     causal = scoring.mask.causal and chunk.at_origin
-    mask = _additive(_hidden(chunk, scoring, q, k), q)
+    mask = _additive(_hidden(chunk, scoring, q), q)
     grad, q, k, v, out = map(_dense_rows, (grad, q, k, v, out))
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scoring.scale
     )
 
 
-def _hidden(chunk: Chunk, scoring: Scoring, q: Tensor, k: Tensor) -> Tensor | None:
-    """What the kernel is to hide: all of the mask, but causality alone where the rest is the same for all rows and takes one row of memory."""
+def _hidden(chunk: Chunk, scoring: Scoring, q: Tensor) -> Tensor | None:
+    """What the kernel gets as a mask: all of it, but not causality where the rest is the same for all rows, and so one row in memory."""
     mask = scoring.mask
-    rows_alike = chunk.at_origin and mask_shape(mask, q.size(2), k.size(2))[2] == 1
+    rows_alike = chunk.at_origin and mask_shape(mask, *chunk.whole[2:])[2] == 1
     return chunk.hidden(mask, q.device, causal=mask.causal and not rows_alike)
 
 
