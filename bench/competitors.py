@@ -21,7 +21,7 @@ def record_started() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
 
     def run(kernel, *args, grid, warmup, **options):
-        launches.append(Launch(kernel, tuple(grid), args, options))
+        launches.append(Launch(kernel, tuple(grid), args, {"enable_fp_fusion": True} | options))  # Triton's default, which it warns about
 
     with mock.patch.object(JITFunction, "run", run):
         yield launches

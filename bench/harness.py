@@ -30,8 +30,8 @@ RUNS = {"cuda": (3, 50), "cpu": (2, 3)}
 """The fewest and the most timed runs of a provider."""
 CASE_SECONDS = 2.0
 """What the timed runs of a case should take together."""
-AGREEMENT = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-3, torch.float64: 1e-9}
-"""How far results at the full shape may be from the first right provider's, in norm; float32 leaves room for sums of another order."""
+AGREEMENT = {torch.bfloat16: 1e-1, torch.float16: 3e-2, torch.float32: 1e-3, torch.float64: 1e-9}
+"""How far results at the full shape may be from the first right provider's, in norm: well above rounding, well below a mistake."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from torch import Tensor
 from . import attention_half, mlp_half
 from .backends import Backend, NormSpec
 from .call import BlockCall, Shared, flat
+from .fused_mlp import fused_hidden
 from .gradients import GradientSums
 from .guards import differentiable_once, own, without_autocast
 from .masks import AttentionMask, full_mask
@@ -93,7 +94,7 @@ class BlockFunction(torch.autograd.Function):
             slices: list[dict[str, Tensor]] = []
             branch = None
             if call.save == "all":
-                slices = mlp_half.unpack(kept[len(internals) :], gated=weights.gate is not None)
+                slices = mlp_half.unpack(call, weights, kept[len(internals) :])
             else:
                 branch, internals = attention_half.forward(call, weights, x, shared, kept=internals)
             grad_mid, grads = mlp_half.backward(call, weights, needs, needs_mid, grad_y, branch, x, slices, shared)
@@ -145,6 +146,14 @@ class AttentionFunction(torch.autograd.Function):
         return None, *grads, None if grad_sinks is None else grad_sinks.to(sinks.dtype), None, *[None] * len(mask)
 
 
+class MlpCall(NamedTuple):
+    """The static arguments of an MLP."""
+
+    backend: Backend
+    activation: str
+    p: float
+
+
 class _Mlp(NamedTuple):
     gate: Projection | None
     up: Projection
@@ -152,42 +161,50 @@ class _Mlp(NamedTuple):
 
 
 class MlpFunction(torch.autograd.Function):
-    """`y = apply(backend, activation, p, x, w_gate, w_up, w_down, state)`; keeps x, and runs gate and up again, but not down."""
+    """`y = apply(call, x, w_gate, w_up, w_down, state)`; keeps x, and runs gate and up again, but not down."""
 
     @staticmethod
-    def forward(ctx, backend: Backend, activation: str, p: float, x: Tensor, w_gate, w_up: Tensor, w_down: Tensor, state) -> Tensor:
-        ctx.backend, ctx.activation, ctx.p = backend, activation, p
+    def forward(ctx, call: MlpCall, x: Tensor, w_gate, w_up: Tensor, w_down: Tensor, state) -> Tensor:
+        ctx.call = call
         ctx.save_for_backward(x, w_gate, w_up, w_down, state)
         with without_autocast(x):
-            mlp, internals = _mlp_internals(x, w_gate, w_up, w_down)
-            hidden = backend.activation(internals.get("gate"), internals["up"], pointwise(activation), _dropout(state, p))
+            mlp, rows, dropout, f = _mlp(w_gate, w_up, w_down), flat(x), _dropout(state, call.p), pointwise(call.activation)
+            fused = fused_hidden(call.backend, mlp.gate, mlp.up, f, x.dtype, x.device)
+            if fused is None:
+                hidden = call.backend.activation(None if mlp.gate is None else mlp.gate(rows), mlp.up(rows), f, dropout)
+            else:
+                hidden, _ = fused.forward(rows, None, dropout, keep=False)
             return own(mlp.down(hidden).view(*x.shape[:-1], w_down.size(0)))
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad_y: Tensor):
         x, w_gate, w_up, w_down, state = ctx.saved_tensors
-        _, _, _, needs_x, *needs, _ = ctx.needs_input_grad
+        call: MlpCall = ctx.call
+        _, needs_x, *needs, _ = ctx.needs_input_grad
         parts = ("gate", "up", "down")
         with without_autocast(x):
-            mlp, internals = _mlp_internals(x, w_gate, w_up, w_down)
+            mlp, rows, dropout, f = _mlp(w_gate, w_up, w_down), flat(x), _dropout(state, call.p), pointwise(call.activation)
+            fused = fused_hidden(call.backend, mlp.gate, mlp.up, f, x.dtype, x.device)
+
+            def differentiate(grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+                if fused is not None:
+                    return fused.backward(grad, rows, None, dropout)
+                gate, up = None if mlp.gate is None else mlp.gate(rows), mlp.up(rows)
+                return call.backend.activation_backward(grad, gate, up, f, dropout, overwrite=True)
+
             sums = GradientSums(1)
             grad_x = mlp_half.through_mlp(
-                ctx.backend, ctx.activation, mlp, {part: (need, False) for part, need in zip(parts, needs, strict=True)}, needs_x,
-                flat(grad_y), internals, _dropout(state, ctx.p), sums, overwrite=True,
+                mlp, {part: (need, False) for part, need in zip(parts, needs, strict=True)}, needs_x, flat(grad_y), sums,
+                differentiate=differentiate, rows=lambda: rows,
             )  # fmt: skip
             grads = sums.finish(mlp)
         grad_weights = (grads[part][0] if part in grads else None for part in parts)
-        return None, None, None, None if grad_x is None else grad_x.view(x.shape), *grad_weights, None
+        return None, None if grad_x is None else grad_x.view(x.shape), *grad_weights, None
 
 
-def _mlp_internals(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[_Mlp, dict[str, Tensor]]:
-    mlp = _Mlp(None if w_gate is None else Dense(w_gate), Dense(w_up), Dense(w_down))
-    rows = flat(x)
-    internals = {"normed": rows, "up": mlp.up(rows)}
-    if mlp.gate is not None:
-        internals["gate"] = mlp.gate(rows)
-    return mlp, internals
+def _mlp(w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> _Mlp:
+    return _Mlp(None if w_gate is None else Dense(w_gate), Dense(w_up), Dense(w_down))
 
 
 class NormFunction(torch.autograd.Function):

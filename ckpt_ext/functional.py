@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import rng, rope
-from .autograd import AttentionCall, AttentionFunction, BlockFunction, MlpFunction, NormFunction, run_block
+from .autograd import AttentionCall, AttentionFunction, BlockFunction, MlpCall, MlpFunction, NormFunction, run_block
 from .backends import NormSpec, select
 from .call import BlockCall, Shared
 from .cross_entropy import LinearCrossEntropyFunction, Loss
@@ -128,7 +128,7 @@ def mlp(
     rows = x.to(_branch_dtype(x))
     dropout = _functional_dropout(x, dropout_p)
     state = None if dropout is None else dropout.state
-    return MlpFunction.apply(select(backend, x.device), activation, dropout_p, rows, w_gate, w_up, w_down, state)
+    return MlpFunction.apply(MlpCall(select(backend, x.device), activation, dropout_p), rows, w_gate, w_up, w_down, state)
 
 
 def norm(

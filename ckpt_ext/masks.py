@@ -49,10 +49,10 @@ def attention_mask(
     """What blocks and `functional.attention` mask by, besides causality and window; None where nothing is given.
 
     Args:
-        segment_ids: integers `[B, T]`, the document of each token in a packed row; no attention crosses from one id to another. Negative:
-            padding, which sees nothing and is not seen. A pair, `[B, Tq]` and `[B, Tk]`, where queries and keys differ.
+        segment_ids: integers `[B, T]` of 32 bits, the document of each token in a packed row; no attention crosses from one id to another.
+            Negative: padding, which sees nothing and is not seen. A pair, `[B, Tq]` and `[B, Tk]`, where queries and keys differ.
         cu_seqlens: integers `[documents + 1]`, the bounds of the documents packed in a batch of one; needs `length`, the tokens in all.
-            Tokens from the last bound on are padding.
+            Tokens before the first bound and from the last on are padding.
         key_mask: bool `[B, Tk]`, true where a key may be seen, false where it is padding, on either side.
         mask: bool, 4-dimensional and broadcastable to `[B, H, Tq, Tk]`, true where a key may be seen, as in
             `scaled_dot_product_attention`. One that is the same for all queries and heads, `[B, 1, 1, Tk]`, is a `key_mask`, and fast; any
@@ -64,6 +64,8 @@ def attention_mask(
         _check_dense(mask)
         if mask.shape[1:3] == (1, 1):
             rows = mask[:, 0, 0]
+            if key_mask is not None:
+                _check_together("key_mask", key_mask, "mask", rows)
             key_mask, mask = rows if key_mask is None else key_mask & rows, None
     if key_mask is not None and (key_mask.dim() != 2 or key_mask.dtype != torch.bool):
         raise ValueError(f"key_mask must be bool [B, Tk], true where a key may be seen, got {key_mask.dtype} {list(key_mask.shape)}")
@@ -73,10 +75,12 @@ def attention_mask(
         segment_ids = _segments_between(cu_seqlens, length)
     queries, keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
     for name, ids in (("segment_ids of queries", queries), ("segment_ids of keys", keys)):
-        if ids is not None and (ids.dim() != 2 or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex()):
+        if ids is not None and (ids.dim() != 2 or not _is_integer(ids)):
             raise ValueError(f"{name} must be integers [B, T], got {ids.dtype} {list(ids.shape)}")
     queries, keys = (None if ids is None else ids.to(torch.int32) for ids in (queries, keys))
     if key_mask is not None:
+        if keys is not None:
+            _check_together("key_mask", key_mask, "segment_ids of keys", keys)
         keys = torch.where(key_mask, torch.zeros((), dtype=torch.int32, device=key_mask.device) if keys is None else keys, -1)
         if queries is None:
             queries = keys.new_zeros(1, 1)
@@ -92,6 +96,8 @@ def full_mask(
     if data is None:
         return Mask(causal, window)
     instance("mask", data, AttentionMask)
+    if (data.query_segments is None) != (data.key_segments is None):
+        raise ValueError("mask's query_segments and key_segments must be given together or not at all")
     batch, _, query_count, key_count = shape
     places = {"query_segments": (batch, query_count), "key_segments": (batch, key_count), "dense": shape}
     expanded: dict[str, Tensor | None] = {}
@@ -116,9 +122,21 @@ def _check_dense(mask: Tensor) -> None:
 
 
 def _segments_between(cu_seqlens: Tensor, length: int) -> Tensor:
-    """The document of each of `length` tokens, `[1, length]`, -1 from the last bound on. Reads no value on the host."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+    """The document of each of `length` tokens, `[1, length]`, -1 outside of all bounds. Reads no value on the host."""
+    if cu_seqlens.dim() != 1 or not len(cu_seqlens) or not _is_integer(cu_seqlens):
         raise ValueError(f"cu_seqlens must be integers [documents + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
-    tokens = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    ids = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
-    return torch.where(tokens < cu_seqlens[-1], ids, -1)[None]
+    bounds = cu_seqlens.to(torch.int64).contiguous()
+    tokens = torch.arange(length, device=bounds.device)
+    ids = torch.searchsorted(bounds, tokens, right=True) - 1
+    return torch.where(tokens < bounds[-1], ids, -1)[None]
+
+
+def _is_integer(x: Tensor) -> bool:
+    return not (x.dtype == torch.bool or x.is_floating_point() or x.is_complex())
+
+
+def _check_together(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    try:
+        torch.broadcast_shapes(tensor.shape, other.shape)
+    except RuntimeError:
+        raise ValueError(f"{name} must fit {other_name} {list(other.shape)}, got {list(tensor.shape)}") from None

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .backends import Backend
 from .call import BlockCall, Shared, flat
+from .fused_mlp import FusedHidden, fused_hidden
 from .gradients import Gradients, GradientSums
 from .projections import Projection
 from .rng import Dropout
@@ -19,14 +20,13 @@ from .slicing import spans
 from .spec import pointwise
 from .weights import BlockWeights
 
-INTERNALS = ("mid", "normed", "stats", "up", "gate")
-"""What lies before the hidden layer, in each slice: mid, the normed rows and their statistics, and the projections' outputs.
 
-The hidden layer itself is never kept: the kernel that differentiates the activation makes it again on the way.
-"""
+def internals_of(*, gated: bool, fused: bool) -> tuple[str, ...]:
+    """What lies before the hidden layer, in each slice: mid, its normed rows and their statistics, and the projections' outputs.
 
-PLAIN_INTERNALS = INTERNALS[:4]
-"""The same of a plain MLP, which has no gate."""
+    A fused MLP makes no normed rows. The hidden layer itself is never kept: what differentiates the activation makes it again on the way.
+    """
+    return ("mid", *(() if fused else ("normed",)), "stats", "up", *(("gate",) if gated else ()))
 
 
 class MlpWeights(Protocol):
@@ -48,15 +48,20 @@ def forward(
     `branch [N, dim]` is what the attention half adds to x; of no further use, it gives its place to mid and y where it may.
     """
     rows, dropout, keep = flat(x), shared.dropout(call.spec), call.save == "all"
+    fused = _fused(call, weights, x.device)
     place = None if keep else _place(branch, rows)
     slices = list(spans(rows.size(0), call.slicing.tokens))
     y, kept = _Assembly(rows, len(slices), place), []
     for span in slices:
-        internals = rebuild(call, weights, branch, rows, span, dropout, place)
-        mid = internals["mid"]
-        hidden = call.backend.activation(
-            internals.get("gate"), internals["up"], pointwise(call.spec.activation), _rows_from(dropout.mlp, span), overwrite=not keep
-        )
+        internals = rebuild(call, weights, fused, branch, rows, span, dropout, place)
+        mid, mlp_dropout = internals["mid"], _rows_from(dropout.mlp, span)
+        if fused is None:
+            hidden = call.backend.activation(
+                internals.get("gate"), internals["up"], pointwise(call.spec.activation), mlp_dropout, overwrite=not keep
+            )
+        else:
+            hidden, outputs = fused.forward(mid, internals["stats"], mlp_dropout, keep=keep)
+            internals |= outputs
         if keep:
             kept.append(internals)
         del internals
@@ -65,10 +70,14 @@ def forward(
 
 
 def rebuild(
-    call: BlockCall, weights: BlockWeights, branch: Tensor, x: Tensor, span: slice, dropout: BlockDropout, place: Tensor | None
-) -> dict[str, Tensor]:
+    call: BlockCall, weights: BlockWeights, fused: FusedHidden | None, branch: Tensor, x: Tensor, span: slice, dropout: BlockDropout,
+    place: Tensor | None,
+) -> dict[str, Tensor]:  # fmt: skip
     """The internals of a slice of rows by name: all of its forward pass that backward needs, so without the activation and the down
-    projection; mid lies in `place`, rows like x's, where that is given."""
+    projection, and of a `fused` MLP no more than mid and its statistics. mid may lie in `place`, rows like x's, where that is given."""
+    if fused is not None:
+        mid = call.backend.dropout_add(branch[span], x[span], _rows_from(dropout.attention_residual, span))
+        return {"mid": mid, "stats": fused.statistics(mid)}
     mid, normed, stats = call.backend.add_norm(
         branch[span], x[span], *weights.mlp_norm, call.norm, _rows_from(dropout.attention_residual, span),
         into=None if place is None else place[span],
@@ -79,9 +88,9 @@ def rebuild(
     return internals
 
 
-def unpack(tensors: list[Tensor], *, gated: bool) -> list[dict[str, Tensor]]:
+def unpack(call: BlockCall, weights: BlockWeights, tensors: list[Tensor]) -> list[dict[str, Tensor]]:
     """The internals of each slice by name, out of all their tensors in a row."""
-    names = INTERNALS if gated else PLAIN_INTERNALS
+    names = internals_of(gated=weights.gate is not None, fused=_fused(call, weights, tensors[0].device) is not None)
     starts = range(0, len(tensors), len(names))
     return [dict(zip(names, tensors[start : start + len(names)], strict=True)) for start in starts]
 
@@ -95,6 +104,7 @@ def backward(
     Where nothing is `kept`, each slice is made again from `branch`, whose place mid and then its gradient take where they may.
     """
     rows, grad_rows, dropout = flat(x), flat(grad_y), shared.dropout(call.spec)
+    fused = _fused(call, weights, x.device)
     place = None if branch is None else _place(branch, rows)
     slices = list(spans(rows.size(0), call.slicing.tokens))
     grad_mid = _Assembly(rows, len(slices), place)
@@ -103,14 +113,15 @@ def backward(
         if branch is None:
             internals = kept[index]
         else:
-            internals = rebuild(call, weights, branch, rows, span, dropout, place)
+            internals = rebuild(call, weights, fused, branch, rows, span, dropout, place)
         grad_branch = grad_rows[span]
         if dropout.mlp_residual is not None:
             grad_branch = call.backend.dropout(grad_branch, dropout.mlp_residual.rows_from(span.start))
         mid, stats = internals.pop("mid"), internals.pop("stats")
         grad_normed = through_mlp(
-            call.backend, call.spec.activation, weights, needs, needs_mid or any(needs["mlp_norm"]), grad_branch.to(call.dtype),
-            internals, _rows_from(dropout.mlp, span), sums, overwrite=not kept,
+            weights, needs, needs_mid or any(needs["mlp_norm"]), grad_branch.to(call.dtype), sums,
+            differentiate=partial(_differentiate, call, fused, internals, mid, stats, _rows_from(dropout.mlp, span), overwrite=not kept),
+            rows=partial(_normed, call, weights, internals, mid),
         )  # fmt: skip
         if grad_normed is not None:
             grad_span, norm_grads = call.through_norm(
@@ -122,30 +133,52 @@ def backward(
     return grad_mid.whole.view(x.shape) if needs_mid else None, sums.finish(weights)
 
 
-def through_mlp(
-    backend: Backend, activation: str, weights: MlpWeights, needs: Mapping[str, Sequence[bool]], needs_rows: bool, grad: Tensor,
-    internals: dict[str, Tensor], dropout: Dropout | None, sums: GradientSums, *, overwrite: bool,
-) -> Tensor | None:  # fmt: skip
-    """From `grad [N, dim]` of an MLP's output: the gradient of its rows "normed" (None unless `needs_rows`); its projections' go to `sums`.
+def _differentiate(
+    call: BlockCall, fused: FusedHidden | None, internals: dict[str, Tensor], mid: Tensor, stats: Tensor, dropout: Dropout | None,
+    grad: Tensor, *, overwrite: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """`(grad_gate, grad_up, hidden)` from the gradient of a slice's hidden layer, which is of no further use."""
+    if fused is not None and "up" not in internals:
+        return fused.backward(grad, mid, stats, dropout)
+    gate, up = internals.pop("gate", None), internals.pop("up")
+    return call.backend.activation_backward(grad, gate, up, pointwise(call.spec.activation), dropout, overwrite=overwrite)
 
-    Empties `internals` as it goes, and with `overwrite` writes over them.
+
+def _normed(call: BlockCall, weights: BlockWeights, internals: dict[str, Tensor], mid: Tensor) -> Tensor:
+    """The normed rows of a slice, which a fused MLP has not kept."""
+    if "normed" in internals:
+        return internals.pop("normed")
+    return call.backend.norm(mid, *weights.mlp_norm, call.norm)[0].to(call.dtype)
+
+
+def through_mlp(
+    weights: MlpWeights, needs: Mapping[str, Sequence[bool]], needs_rows: bool, grad: Tensor, sums: GradientSums, *,
+    differentiate: Callable[[Tensor], tuple[Tensor | None, Tensor, Tensor]], rows: Callable[[], Tensor],
+) -> Tensor | None:  # fmt: skip
+    """From `grad [N, dim]` of an MLP's output: the gradient of its rows (None unless `needs_rows`); its projections' go to `sums`.
+
+    `differentiate` takes the gradient of the hidden layer to `(grad_gate, grad_up, hidden)`; `rows` gives what gate and up are taken of.
     """
-    grad_gate, grad_up, hidden = backend.activation_backward(
-        weights.down.grad_input(grad), internals.pop("gate", None), internals.pop("up"), pointwise(activation), dropout, overwrite=overwrite
-    )
+    grad_gate, grad_up, hidden = differentiate(weights.down.grad_input(grad))
     sums.add_product("down", weights.down, grad, hidden, needs["down"])
     del hidden
-
-    rows = internals.pop("normed")
-    sums.add_product("up", weights.up, grad_up, rows, needs["up"])
+    of = rows()
+    sums.add_product("up", weights.up, grad_up, of, needs["up"])
     grad_rows = weights.up.grad_input(grad_up) if needs_rows else None
     del grad_up
     if weights.gate is not None:
         assert grad_gate is not None
-        sums.add_product("gate", weights.gate, grad_gate, rows, needs["gate"])
+        sums.add_product("gate", weights.gate, grad_gate, of, needs["gate"])
         if needs_rows:
             grad_rows = weights.gate.grad_input(grad_gate, into=grad_rows)
     return grad_rows
+
+
+def _fused(call: BlockCall, weights: BlockWeights, device: torch.device) -> FusedHidden | None:
+    return fused_hidden(
+        call.backend, weights.gate, weights.up, pointwise(call.spec.activation), call.dtype, device,
+        norm=call.norm, norm_weights=weights.mlp_norm,
+    )  # fmt: skip
 
 
 class _Assembly:

@@ -75,6 +75,7 @@ def add_norm(
         weight.stride(), None if bias is None else bias.stride(), None if y is None else y.stride(),
         **dropout_constants(dropout), LAYER=kind == "layer", WHOLE_ROW=whole_row, HAS_BIAS=bias is not None, EPS=eps, OFFSET=offset,
         ACC=accumulate_dtype(total.dtype), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
     if y is None or stats is None:
         y, stats = norm_forward(total, weight, bias, kind=kind, eps=eps, offset=offset, dtype=x.dtype)

@@ -224,7 +224,7 @@ def attention_backward(
     """
     batch, heads, query_count, head_dim = q.shape
     kv_heads, key_count = k.shape[1:3]
-    tile = tile or attention_backward_tile(head_dim, q.dtype, q.device, dropout=dropout is not None)
+    tile = tile or attention_backward_tile(head_dim, q.dtype, q.device, dropout=dropout is not None, bounded=all(key_phases(mask)))
     dq, dk, dv = (torch.empty(x.transpose(1, 2).shape, dtype=x.dtype, device=x.device).transpose(1, 2) for x in (q, k, v))
     lse = lse.contiguous()  # a slice of heads is not
     delta = torch.empty_like(lse)

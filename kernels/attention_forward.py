@@ -153,7 +153,7 @@ def attention_forward(
     """
     batch, heads, query_count, head_dim = q.shape
     kv_heads, key_count = k.shape[1:3]
-    tile = tile or attention_forward_tile(head_dim, q.dtype, q.device, dropout=dropout is not None)
+    tile = tile or attention_forward_tile(head_dim, q.dtype, q.device, dropout=dropout is not None, bounded=all(key_phases(mask)))
     out = torch.empty((batch, query_count, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.empty((batch, heads, query_count), dtype=lse_dtype, device=q.device)

@@ -16,11 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .dropout import dropout_constants, dropout_row_start
-from .launch import INTERPRETED, accumulate_dtype, operand_dtype
-from .primitives import dot, ptr_offset
+from .launch import accumulate_dtype, operand_dtype
+from .primitives import dot, nearest, ptr_offset
 from .tiles import Tile
 
-_TRUNCATES_BF16 = tl.constexpr(INTERPRETED)
 # Tiles of rows that are worked on side by side. They read the same tiles of the weights at about the same time, hence once from memory,
 # and their own rows stay in the L2 cache: 1024 rows of 4096 bfloat16 are 8 MiB.
 _GROUP = tl.constexpr(8)
@@ -38,25 +37,12 @@ class Norm(NamedTuple):
 
 
 @triton.jit
-def nearest(values, DTYPE: tl.constexpr):
-    """`values` as DTYPE, rounded to nearest even, which Triton's interpreter does not do for bfloat16."""
-    if _TRUNCATES_BF16 and DTYPE == tl.bfloat16:
-        wide = values.to(tl.float32)
-        bits = wide.to(tl.uint32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-        values = tl.where(wide == wide, rounded, wide)
-    return values.to(DTYPE)
-
-
-@triton.jit
 def grouped_tile(num_rows, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows and first column of this program's tile: down the rows of a group of tiles first, then along the columns."""
-    row_blocks = tl.cdiv(num_rows, BLOCK_M)
     group_programs = _GROUP * tl.cdiv(num_cols, BLOCK_N)
-    first_block = tl.program_id(0) // group_programs * _GROUP
-    height = tl.minimum(row_blocks - first_block, _GROUP)
-    within = tl.program_id(0) % group_programs
-    rows = (first_block + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    group, within = tl.program_id(0) // group_programs, tl.program_id(0) % group_programs
+    height = tl.minimum(tl.cdiv(num_rows, BLOCK_M) - group * _GROUP, _GROUP)
+    rows = group * (_GROUP * BLOCK_M) + within % height * BLOCK_M + tl.arange(0, BLOCK_M)
     return rows, within // height * BLOCK_N
 
 
@@ -79,10 +65,11 @@ def _load_stats(stats_ptr, rows, in_rows, NORM: tl.constexpr):
 def _normalise(x, mean, rstd, weight_ptr, bias_ptr, dims, in_dim, NORM: tl.constexpr, OFFSET: tl.constexpr):
     """A tile of rows as norm.py stores it, in x's dtype."""
     centred = x.to(rstd.dtype)
+    scale = tl.load(weight_ptr + dims, mask=in_dim, other=0.0).to(rstd.dtype) + OFFSET
     if NORM == "layer":
         centred -= mean[:, None]
-    # No scale outside of the row, where there is -mean: an infinity in float16 would not become zero by the zeros of the weights.
-    scale = tl.where(in_dim, tl.load(weight_ptr + dims, mask=in_dim, other=0.0).to(rstd.dtype) + OFFSET, 0.0)
+        # Outside of the row there is -mean now: where float16 made it an infinity, the zeros of the weights would not make it zero.
+        scale = tl.where(in_dim, scale, 0.0)
     y = centred * rstd[:, None] * scale[None, :]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + dims, mask=in_dim, other=0.0).to(rstd.dtype)[None, :]

@@ -60,7 +60,7 @@ def _store_stats(stats_ptr, rows, in_rows, mean, rstd, LAYER: tl.constexpr):
 
 
 @triton.jit
-def _norm_stats(
+def row_statistics(
     x_ptr, stats_ptr, num_rows, num_cols, x_strides,
     LAYER: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -242,10 +242,10 @@ def norm_forward(
     row_blocks, col_blocks = triton.cdiv(num_rows, tile.block_m), triton.cdiv(num_cols, tile.block_n)
     shared = {
         "LAYER": kind == "layer", "EPS": eps, "ACC": accumulate_dtype(x.dtype),
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "num_warps": tile.num_warps,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "num_warps": tile.num_warps, "enable_fp_fusion": False,
     }  # fmt: skip
     if col_blocks > 1:
-        launch(_norm_stats, (row_blocks,), x_rows, stats, num_rows, num_cols, x_rows.stride(), **shared)
+        launch(row_statistics, (row_blocks,), x_rows, stats, num_rows, num_cols, x_rows.stride(), **shared)
     launch(
         _norm_fwd, (row_blocks, col_blocks), x_rows, weight, bias, y, stats, num_rows, num_cols,
         x_rows.stride(), weight.stride(), None if bias is None else bias.stride(), y.stride(),

@@ -5,7 +5,7 @@ import triton
 from torch import Tensor
 
 from .launch import accumulate_dtype, launch
-from .norm import _norm_stats
+from .norm import row_statistics
 from .rows import as_rows
 from .tiles import norm_tile
 
@@ -18,7 +18,8 @@ def norm_stats(x: Tensor, *, kind: str, eps: float) -> Tensor:
     stats = torch.empty((num_rows, 2 if kind == "layer" else 1), dtype=stats_dtype, device=x.device)
     tile = norm_tile(num_cols, x.dtype, x.device)
     launch(
-        _norm_stats, (triton.cdiv(num_rows, tile.block_m),), x_rows, stats, num_rows, num_cols, x_rows.stride(),
-        LAYER=kind == "layer", EPS=eps, ACC=accumulate_dtype(x.dtype), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
+        row_statistics, (triton.cdiv(num_rows, tile.block_m),), x_rows, stats, num_rows, num_cols, x_rows.stride(),
+        LAYER=kind == "layer", EPS=eps, ACC=accumulate_dtype(x.dtype), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
     return stats

@@ -31,12 +31,15 @@ INTERPRETER_ROW_TILE = Tile(16, 64)
 
 # --- attention ---
 # block_m counts the rows that a program keeps, block_n those that it walks over: queries and keys, and for dk and dv keys and queries.
-# A row's key is (bytes of an element, widest head); the rows of "" serve every architecture that has none of its own. Nothing of 2 bytes
+# A row's key is (bytes of an element, widest head), and "bounded" where a window or documents cut a walk short at both ends, which takes
+# registers: a loop more, and masks in two of three. The rows of "" serve every architecture that has none of its own. Nothing of 2 bytes
 # spills, and all fits the shared memory of a program; `python -m bench.aot` holds both and prints registers and memory of each row.
 # Wide tiles of block_m are what spares the L2 cache: the bytes read for a product fall with it.
 # float32 and float64 have no fast matrix product to feed and their operands fill registers, so there small tiles are as good as any.
 
-_ATTENTION_FORWARD: dict[str, dict[tuple[int, int], Tile]] = {
+_Table = dict[str, dict[tuple[int, int] | tuple[int, int, str], Tile]]
+
+_ATTENTION_FORWARD: _Table = {
     # For sm_86 and sm_120, whose programs have 99 KiB: two stages of keys and values, and up to 240 registers.
     "": {
         (2, 64): Tile(128, 64, num_warps=8, num_stages=2),
@@ -76,51 +79,60 @@ _ATTENTION_FORWARD: dict[str, dict[tuple[int, int], Tile]] = {
     },
 }
 # Backward keeps two sums a program, of dk and dv, where forward keeps one, hence its smaller tiles.
-_ATTENTION_BACKWARD: dict[str, dict[tuple[int, int], Tile]] = {
+_ATTENTION_BACKWARD: _Table = {
     "": {
         (2, 64): Tile(128, 32, num_warps=8, num_stages=2),
+        (2, 64, "bounded"): Tile(64, 32, num_warps=8, num_stages=2),
         (2, 128): Tile(64, 32, num_warps=8, num_stages=2),
+        (2, 128, "bounded"): Tile(32, 32, num_warps=8, num_stages=2),
         (2, 256): Tile(32, 32, num_warps=8, num_stages=1),
-        (4, 64): Tile(16, 32, num_warps=4, num_stages=2),
+        (4, 64): Tile(16, 16, num_warps=4, num_stages=2),
         (4, 128): Tile(16, 16, num_warps=4, num_stages=2),
         (4, 256): Tile(16, 16, num_warps=8, num_stages=1),
         (8, 64): Tile(16, 16, num_warps=4, num_stages=1),
         (8, 128): Tile(16, 16, num_warps=4, num_stages=1),
         (8, 256): Tile(16, 16, num_warps=8, num_stages=1),
     },
+    "sm_90": {
+        (2, 256): Tile(32, 32, num_warps=8, num_stages=1),
+        (2, 256, "bounded"): Tile(32, 16, num_warps=8, num_stages=1),  # 32 keys would spill under a softcap
+    },
     # Both sums fill tensor memory and pass through registers. The addresses of a second stage would spill.
     "sm_100": {
-        (2, 64): Tile(128, 32, num_warps=8, num_stages=1),
+        (2, 64): Tile(128, 64, num_warps=8, num_stages=1),
         (2, 128): Tile(128, 32, num_warps=8, num_stages=1),
     },
     "gfx942": {
         (2, 64): Tile(64, 32, num_warps=4, num_stages=1),
         (2, 128): Tile(64, 32, num_warps=4, num_stages=1),
         (2, 256): Tile(32, 16, num_warps=4, num_stages=1),
+        (4, 256): Tile(16, 16, num_warps=4, num_stages=1),
+        (8, 256): Tile(16, 16, num_warps=4, num_stages=1),
     },
 }
 
 
-def _attention_tile(
-    table: dict[str, dict[tuple[int, int], Tile]], head_dim: int, dtype: torch.dtype, device: torch.device, dropout: bool
-) -> Tile:
+def _attention_tile(table: _Table, head_dim: int, dtype: torch.dtype, device: torch.device, dropout: bool, bounded: bool) -> Tile:
     if INTERPRETED:
         return INTERPRETER_TILE
     row = dtype.itemsize, next(width for width in (64, 128, 256) if head_dim <= width)
-    tile = table.get(architecture(device), {}).get(row) or table[""][row]
+    rows = table.get(architecture(device), {})
+    if row not in rows:
+        rows = table[""]
+    tile = rows.get((*row, "bounded"), rows[row]) if bounded else rows[row]
     # The random words of a tile take as many registers as its scores; so does masking where a head is no power of two wide.
     crowded = dropout or head_dim != triton.next_power_of_2(head_dim)
     return replace(tile, block_n=max(16, tile.block_n // 2)) if crowded else tile
 
 
-def attention_forward_tile(head_dim: int, dtype: torch.dtype, device: torch.device, *, dropout: bool) -> Tile:
-    """Tile of the attention forward kernel."""
-    return _attention_tile(_ATTENTION_FORWARD, head_dim, dtype, device, dropout)
+def attention_forward_tile(head_dim: int, dtype: torch.dtype, device: torch.device, *, dropout: bool, bounded: bool) -> Tile:
+    """Tile of the attention forward kernel; `bounded` where a window or documents bound what a query sees at both ends."""
+    return _attention_tile(_ATTENTION_FORWARD, head_dim, dtype, device, dropout, bounded)
 
 
-def attention_backward_tile(head_dim: int, dtype: torch.dtype, device: torch.device, *, dropout: bool) -> Tile:
-    """Tile of both attention backward kernels."""
-    return _attention_tile(_ATTENTION_BACKWARD, head_dim, dtype, device, dropout)
+def attention_backward_tile(head_dim: int, dtype: torch.dtype, device: torch.device, *, dropout: bool, bounded: bool) -> Tile:
+    """Tile of both attention backward kernels; `bounded` as in forward."""
+    return _attention_tile(_ATTENTION_BACKWARD, head_dim, dtype, device, dropout, bounded)
 
 
 # --- norms, rotary embedding, elementwise ---

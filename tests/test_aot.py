@@ -13,7 +13,7 @@ from bench.offsets import narrow_offsets
 
 ROOT = Path(__file__).parent.parent
 CALLS = (
-    "attention d64 dropout", "attention d128", "mlp swiglu dropout", "rms norm 4096", "layer norm 768", "rms norm 65536",
+    "attention d64 dropout", "attention d128 documents", "mlp swiglu dropout", "rms norm 4096", "layer norm 768", "rms norm 65536",
     "add rms norm 4096 dropout", "rope d128", "swiglu dropout", "residual dropout",
 )  # fmt: skip
 MATRIX_KERNELS = {"_attention_forward", "_attention_backward_keys", "_attention_backward_queries", "_mlp_fwd", "_mlp_bwd"}
@@ -22,7 +22,7 @@ MATRIX_KERNELS = {"_attention_forward", "_attention_backward_keys", "_attention_
 def launched():
     """The kernels that some launcher starts."""
     sources = (path.read_text() for path in (ROOT / "kernels").glob("*.py"))
-    return {name for source in sources for name in re.findall(r"\blaunch\(\s*(_\w+)", source)}
+    return {name for source in sources for name in re.findall(r"(?<!def )\blaunch\(\s*(\w+),", source)}
 
 
 def bench(folder, *arguments):

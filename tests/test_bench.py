@@ -117,6 +117,36 @@ class TestHarness:
 
         assert clock.clock_for(CPU)(Work(lambda _: {}, before=before)) < 0.04
 
+    def test_a_gpu_is_timed_from_a_cold_cache_with_the_host_ahead(self, monkeypatch):
+        """By events right around the run, as far as that can be seen without a GPU."""
+        order = []
+
+        class Event:
+            def __init__(self, enable_timing: bool):
+                assert enable_timing
+
+            def record(self) -> None:
+                order.append("event")
+
+            def synchronize(self) -> None:
+                order.append("wait")
+
+            def elapsed_time(self, end: "Event") -> float:
+                return 1500.0
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("sleep"))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Namespace(L2_cache_size=64))
+        work = Work(lambda state: order.append(state), before=lambda: order.append("before") or "run")
+        assert clock._GpuClock(CPU)(work) == 1.5
+        assert order == ["before", "sleep", "event", "run", "event", "wait"]
+
+    def test_a_gpus_peak_is_what_a_run_adds(self, monkeypatch):
+        figures = {"synchronize": None, "memory_allocated": 100, "reset_peak_memory_stats": None, "max_memory_allocated": 250}
+        for name, result in figures.items():
+            monkeypatch.setattr(torch.cuda, name, lambda device, result=result: result)
+        assert clock.rehearse(Work(lambda _: {}), torch.device("cuda"), lambda work: 0.5) == (150, 0.5)
+
     def test_saved_bytes_leave_out_what_is_ignored(self):
         x, weight = torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)
         work = Work(lambda _: {}, forward=lambda: x * weight, ignored=[weight])

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from ckpt_ext import functional, reference, rng
-from ckpt_ext.backends import select
+from ckpt_ext.backends import NormSpec, select
 from ckpt_ext.kernels.launch import INTERPRETED
+from ckpt_ext.kernels.mlp_backward import mlp_backward
+from ckpt_ext.kernels.mlp_forward import mlp_forward
 from ckpt_ext.rng import Dropout, Site
 from ckpt_ext.testing import assert_accurate
 
@@ -65,13 +67,22 @@ def assert_true(ours, written_out, inputs, grad, terms: int) -> None:
 # --- attention ---
 
 
-def written_out(q, k, v, causal: bool, p: float = 0.0):
+def written_out(q, k, v, sinks=None, *, causal: bool = True, p: float = 0.0, window=None, softcap=None, segment_ids=None, key_mask=None):
     """Attention with every weight in memory, and the masks that the kernels draw after `SEED`."""
     k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
     scores = q @ k.mT * q.size(-1) ** -0.5
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
-    weights = scores.softmax(-1)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    ahead = torch.arange(k.size(2), device=q.device) - torch.arange(q.size(2), device=q.device)[:, None]
+    hidden = (ahead > 0) & causal if window is None else (ahead.abs() >= window) | (ahead > 0) & causal
+    if segment_ids is not None:
+        hidden = hidden | (segment_ids[:, None, :, None] != segment_ids[:, None, None, :])
+    if key_mask is not None:
+        hidden = hidden | ~key_mask[:, None, None, :]
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
+    weights = scores.softmax(-1)[..., : k.size(2)]
     if p:
         weights = rng.dropout(weights, Dropout(rng.reserve(q.device), p, Site.FUNCTIONAL))
     return weights @ v
@@ -105,8 +116,33 @@ def test_attention(device, dtype, head_dim, causal, p, lengths):
     inputs, grad = heads(device, dtype, batch, count, kv_count, *lengths, head_dim)
     assert_true(
         lambda q, k, v: functional.attention(q, k, v, causal=causal, dropout_p=p, backend="triton"),
-        lambda q, k, v: written_out(q, k, v, causal, p), inputs, grad, terms=count // kv_count * max(lengths) + head_dim,
+        lambda q, k, v: written_out(q, k, v, causal=causal, p=p), inputs, grad, terms=count // kv_count * max(lengths) + head_dim,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "device, dtype, head_dim, length, options",
+    on_both(
+        [(F32, 16, 18, ("window", "softcap", "sinks", "segments", "padding"))],
+        [(BF16, 128, 300, (option,)) for option in ("window", "softcap", "sinks", "segments", "padding")]
+        + [(dtype, 64, 300, ("window", "softcap", "sinks", "segments", "padding")) for dtype in (BF16, F16, F32)],
+    ),
+)  # fmt: skip
+def test_attention_options(device, dtype, head_dim, length, options):
+    inputs, grad = heads(device, dtype, 1, 4, 2, length, length, head_dim)
+    place = torch.arange(length, device=device)
+    chosen = {
+        "window": {"window": length // 4}, "softcap": {"softcap": 2.0}, "sinks": {},
+        "segments": {"segment_ids": (place // (length // 3)).expand(1, -1)}, "padding": {"key_mask": (place % 5 != 1).expand(1, -1)},
+    }  # fmt: skip
+    keywords = {name: value for option in options for name, value in chosen[option].items()}
+    if "sinks" in options:
+        inputs.append(draw(4, device=device, dtype=dtype, seed=8))
+
+    def ours(q, k, v, sinks=None):
+        return functional.attention(q, k, v, sinks=sinks, backend="triton", **keywords)
+
+    assert_true(ours, lambda *tensors: written_out(*tensors, **keywords), inputs, grad, terms=4 * length + head_dim)
 
 
 # --- norms, elementwise ---
@@ -183,6 +219,10 @@ def test_dropout_add(device, dtype):
     drop = Dropout(rng.reserve(device), 0.3, Site.MLP_RESIDUAL)
     actual = select("triton", x.device).dropout_add(x, residual, drop)
     assert_accurate(actual, residual + rng.dropout(x, drop), residual.double() + rng.dropout(x.double(), drop))
+    weight = draw(width, device=device, dtype=dtype, seed=2)
+    total, y, _ = select("triton", x.device).add_norm(x, residual, weight, None, NormSpec("rms", 1e-5), drop)
+    assert torch.equal(total, actual)
+    assert_accurate(y, reference.norm(total, weight), reference.norm(total.double(), weight.double()), terms=width)
     # The mask is the CPU's.
     on_cpu = rng.dropout(torch.ones(rows, width), Dropout(drop.state.cpu(), 0.3, Site.MLP_RESIDUAL))
     assert torch.equal((rng.dropout(torch.ones_like(x), drop) != 0).cpu(), on_cpu != 0)
@@ -198,6 +238,26 @@ def test_mlp(device, dtype):
         lambda x, gate, up, down: F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down),
         inputs, draw(rows, dim, device=device, dtype=dtype, seed=9), terms=hidden,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("device, dtype", on_both([(F32,)], [(BF16,), (F16,), (F32,)]))
+def test_fused_mlp(device, dtype):
+    rows, dim, hidden = (9, 16, 24) if device == "cpu" else (300, 512, 1408)
+    x, grad = draw(rows, dim, device=device, dtype=dtype), draw(rows, hidden, device=device, dtype=dtype, seed=9)
+    w_gate, w_up = (draw(hidden, dim, device=device, dtype=dtype, seed=seed) * dim**-0.5 for seed in (1, 2))
+    drop = Dropout(rng.reserve(device), 0.2, Site.MLP)
+
+    def plain(gate, up):
+        return reference.hidden(gate, up, "silu", drop)
+
+    # The gradients of gate and up alone: products with a weight are torch's on both sides.
+    gates = [[x.to(wide) @ weight.to(wide).mT for weight in (w_gate, w_up)] for wide in (dtype, F64)]
+    eager, truth = (gradients(plain, inputs, grad.to(inputs[0].dtype)) for inputs in gates)
+    made, *_ = mlp_forward(x, w_gate, w_up, pointwise="silu", dropout=drop)
+    grad_gate, grad_up, again = mlp_backward(grad, x, w_gate, w_up, pointwise="silu", dropout=drop)
+    assert torch.equal(made, again)
+    for result, expected, exact in zip((made, grad_gate, grad_up), eager, truth, strict=True):
+        assert_accurate(result, expected, exact, terms=dim)
 
 
 # --- promises ---
@@ -263,7 +323,7 @@ def test_attention_past_two_to_the_31_elements(device, batch, count, length, hea
     inputs, grad = heads(device, BF16, batch, count, 1, length, length, head_dim)
     actual = gradients(lambda q, k, v: functional.attention(q, k, v, backend="triton"), inputs, grad)
     last = [x[-1:] for x in inputs]
-    eager, truth = (gradients(lambda q, k, v: written_out(q, k, v, True), last, grad[-1:], dtype) for dtype in (None, F64))
+    eager, truth = (gradients(lambda q, k, v: written_out(q, k, v), last, grad[-1:], dtype) for dtype in (None, F64))
     for result, expected, exact in zip(actual, eager, truth, strict=True):
         assert_accurate(result[-1:], expected, exact, terms=count * length + head_dim)
 

@@ -76,8 +76,8 @@ def test_unknown_architecture_is_refused():
 
 
 def test_the_interpreter_has_its_own_tiles():
-    for function, dropout in itertools.product(ATTENTION, (False, True)):
-        assert function(128, torch.float32, META, dropout=dropout) == tiles.INTERPRETER_TILE
+    for function, dropout, bounded in itertools.product(ATTENTION, (False, True), (False, True)):
+        assert function(128, torch.float32, META, dropout=dropout, bounded=bounded) == tiles.INTERPRETER_TILE
     for function in ROWS:
         assert function(4096, torch.float32, META) == tiles.INTERPRETER_ROW_TILE
 
@@ -96,11 +96,12 @@ def check(tile, arch):
 @pytest.mark.parametrize("function", ATTENTION, ids=lambda function: function.__name__)
 def test_attention_has_a_tile_for_every_head(compiled, arch, function):
     with architecture.assume_architecture(arch):
-        for head_dim, dtype, dropout in itertools.product((16, 40, 64, 80, 96, 128, 192, 256), DTYPES, (False, True)):
-            tile = function(head_dim, dtype, META, dropout=dropout)
+        widths, flags = (16, 40, 64, 80, 96, 128, 192, 256), (False, True)
+        for head_dim, dtype, dropout, bounded in itertools.product(widths, DTYPES, flags, flags):
+            tile = function(head_dim, dtype, META, dropout=dropout, bounded=bounded)
             check(tile, arch)
             assert min(tile.block_m, tile.block_n) >= 16  # a matrix product takes no less
-            plain = function(head_dim, dtype, META, dropout=False)
+            plain = function(head_dim, dtype, META, dropout=False, bounded=False)
             assert tile.block_m * tile.block_n <= plain.block_m * plain.block_n  # a mask never makes room
 
 
@@ -134,7 +135,7 @@ def test_tiles_do_not_depend_on_what_ran_before():
     probe = (
         "import torch; from ckpt_ext.kernels import architecture, tiles\n"
         "with architecture.assume_architecture('sm_90'):\n"
-        "    print(*(tiles.attention_forward_tile(d, torch.bfloat16, torch.device('meta'), dropout=False) for d in {order}))"
+        "    print(*(tiles.attention_forward_tile(d, torch.bfloat16, torch.device('meta'), dropout=False, bounded=False) for d in {order}))"
     )
     results = []
     for order in ((64, 128, 256), (256, 128, 64)):

@@ -5,8 +5,6 @@ import math
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +12,6 @@ from ckpt_ext import reference, rng
 from ckpt_ext.kernels.attention_backward import attention_backward
 from ckpt_ext.kernels.attention_forward import attention_forward
 from ckpt_ext.kernels.launch import record_launches
-from ckpt_ext.kernels.primitives import ptr_offset
 from ckpt_ext.kernels.tiles import Tile
 from ckpt_ext.masks import Mask
 from ckpt_ext.rng import Dropout
@@ -91,7 +88,7 @@ def assert_true(tensors, how: Scoring, tile=None):
 
 
 @pytest.mark.parametrize("causal, drop", [(False, None), (True, dropout(0.3))], ids=["full", "causal-dropout"])
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 15, 16, 17, 31, 33, 48])
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 15, 16, 17, 31, 33])
 def test_lengths(length, causal, drop):
     assert_true(inputs(query_count=length, key_count=length), scoring(causal=causal, drop=drop))
 
@@ -141,7 +138,7 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("query_count, key_count", [(33, 33), (17, 48), (48, 7)])
+@pytest.mark.parametrize("query_count, key_count", [(33, 33), (17, 48)])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(feature, query_count, key_count):
     assert_true(inputs(query_count=query_count, key_count=key_count), FEATURES[feature](query_count, key_count))
@@ -161,9 +158,9 @@ def everything(queries: int, keys: int, dtype: torch.dtype) -> Scoring:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("how", [lambda *_: scoring(drop=dropout(0.3)), lambda *_: scoring(causal=True), everything], ids=["drop", "causal", "all"])
-def test_dtypes(dtype, how):
-    assert_true(inputs(1, 2, 1, 33, 33, 40, dtype), how(33, 33, dtype))
+@pytest.mark.parametrize("plain", [True, False], ids=["causal", "everything"])
+def test_dtypes(dtype, plain):
+    assert_true(inputs(1, 2, 1, 33, 33, 40, dtype), scoring(causal=True) if plain else everything(33, 33, dtype))
 
 
 SEGMENTS = st.sampled_from(["none", "sorted", "unsorted"])
@@ -190,7 +187,7 @@ def problems(draw):
     return inputs(batch, heads, kv_heads, query_count, key_count), how
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@settings(max_examples=16, deadline=None, derandomize=True, database=None)
 @given(problems())
 def test_features_go_together(problem):
     assert_true(*problem)
@@ -235,8 +232,7 @@ def test_layouts(first):
 def test_gradients_are_the_derivatives_of_the_forward_kernel():
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, q, k, v, sinks, how):
-            ctx.how = how
+        def forward(ctx, q, k, v, sinks):
             out, lse = attention_forward(q, k, v, **how._replace(sinks=sinks)._asdict())
             ctx.save_for_backward(q, k, v, out, lse, sinks)
             return out
@@ -244,21 +240,21 @@ def test_gradients_are_the_derivatives_of_the_forward_kernel():
         @staticmethod
         def backward(ctx, grad):
             *saved, sinks = ctx.saved_tensors
-            return *attention_backward(grad, *saved, **ctx.how._replace(sinks=sinks)._asdict()), None
+            return attention_backward(grad, *saved, **how._replace(sinks=sinks)._asdict())
 
     sinks = torch.tensor([0.5, -1.0], dtype=torch.float64)
     for how in (scoring(drop=dropout(0.4)), scoring(causal=True, window=3, softcap=1.5, dense=dense(1, 2, 17, 5))):
         leaves = [x.detach().clone().requires_grad_() for x in (*inputs(query_count=17, key_count=5)[1:], sinks)]
-        assert torch.autograd.gradcheck(Attention.apply, (*leaves, how), fast_mode=True)
+        assert torch.autograd.gradcheck(Attention.apply, leaves, fast_mode=True)
 
 
 # --- rows that see nothing ---
 
 
-def hidden_rows(form: str, rows: list[int], sees_itself: torch.Tensor) -> dict:
-    """A mask of 18 queries and keys of which `rows` see no key."""
+def hiding(form: str, rows: list[int]) -> dict:
+    """A mask of 18 queries and keys of which `rows` see no key, and the others themselves at the least."""
     if form == "dense":
-        allowed = sees_itself.clone()
+        allowed = dense(1, 2, 18, 18) | torch.eye(18, dtype=torch.bool)
         allowed[:, :, rows] = False
         return {"dense": allowed}
     ids = torch.zeros(1, 18, dtype=torch.int32)
@@ -268,22 +264,24 @@ def hidden_rows(form: str, rows: list[int], sees_itself: torch.Tensor) -> dict:
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -math.inf], dtype=torch.float64)], ids=["", "sinks"])
-@pytest.mark.parametrize("rows", [[0], [0, 5, 16, 17], list(range(18))], ids=["first", "some", "all"])
-@pytest.mark.parametrize("form", ["dense", "padding", "document"])
+@pytest.mark.parametrize("form, rows", [
+    ("dense", [0]), ("dense", list(range(18))), ("padding", [0, 5, 17]), ("padding", list(range(18))), ("document", [0, 16]),
+])  # fmt: skip
 def test_rows_that_see_no_key(form, rows, sinks):
     grad, q, k, v = inputs(query_count=18, key_count=18)
-    how = scoring(causal=True, sinks=sinks, **hidden_rows(form, rows, dense(1, 2, 18, 18) | torch.eye(18, dtype=torch.bool)))
+    how = scoring(causal=True, sinks=sinks, **hiding(form, rows))
     out, lse, dq, *grads = ours(grad, q, k, v, how)
-    assert (out[:, :, rows] == 0).all() and (dq[:, :, rows] == 0).all()
-    expected = torch.full((1, 2, len(rows)), -math.inf, dtype=torch.float64) if sinks is None else sinks[None, :, None]
-    torch.testing.assert_close(lse[:, :, rows], expected.expand(1, 2, len(rows)))
-    assert all(x.isfinite().all() for x in grads)
-    if len(rows) < 18:  # the others are as if nothing came back to those rows
+    assert (out[:, :, rows] == 0).all() and (dq[:, :, rows] == 0).all() and all(x.isfinite().all() for x in grads)
+    expected = torch.full((2,), -math.inf, dtype=torch.float64) if sinks is None else sinks
+    torch.testing.assert_close(lse[:, :, rows], expected[None, :, None].expand(1, 2, len(rows)))
+    if len(rows) < 18:  # the rest is as if nothing came back to those rows
         grad = grad.clone()
         grad[:, :, rows] = 0
-        seen = [row for row in range(18) if row not in rows]
         truths = eager(grad, q, k, v, how)
-        for result, truth in zip((out[:, :, seen], lse[:, :, seen], dq, *grads[:2]), (truths[0][:, :, seen], truths[1][:, :, seen], *truths[2:5]), strict=True):
+        others = [row for row in range(18) if row not in rows]
+        for result, truth in ((out, truths[0]), (lse, truths[1]), (dq, truths[2])):
+            torch.testing.assert_close(result[:, :, others], truth[:, :, others], rtol=0, atol=1e-12)
+        for result, truth in zip(grads[:2], truths[3:5], strict=True):
             torch.testing.assert_close(result, truth, rtol=0, atol=1e-12)
 
 
@@ -365,17 +363,6 @@ def test_grids_hold_any_batch_and_nothing_is_launched_for_none():
     whole = grids(70_000, 16)
     assert all(len(grid) == 1 and 70_000 <= grid[0] < 2**31 for grid in whole) and sum(grid[0] >= 70_000 * 64 for grid in whole) == 4
     assert grids(0, 16) == grids(1, 0) == []
-
-
-@triton.jit
-def _store_offset(offset_ptr, row, stride):
-    tl.store(offset_ptr, ptr_offset((row,), (stride,)))
-
-
-def test_offsets_pass_two_to_the_31():
-    offset = torch.zeros(1, dtype=torch.int64)
-    _store_offset[(1,)](offset, 319, 7864320)
-    assert offset.item() == 319 * 7864320 == 2508718080
 
 
 def test_a_slice_of_heads_has_its_rows_of_the_whole_mask():

@@ -1,6 +1,7 @@
 """Which tiles the attention kernels visit, and which of them without a mask: no more and no fewer than those that their rows see."""
 
 import inspect
+import itertools
 import operator
 from collections import defaultdict
 
@@ -15,7 +16,6 @@ from ckpt_ext.kernels.tiles import Tile
 from ckpt_ext.masks import Mask
 
 LENGTHS = [(1, 1), (7, 7), (16, 16), (33, 33), (48, 48), (17, 40), (40, 17), (48, 31)]
-WINDOWS = [None, 1, 5, 16, 20, 100]
 TILES = [Tile(16, 16), Tile(16, 32), Tile(32, 16)]
 
 # --- what is visited ---
@@ -40,12 +40,19 @@ def visits(monkeypatch, mask: Mask, shape: tuple[int, int, int, int], tile: Tile
             place.append(given["queries"].handle.data[0] if over_keys else given["first_key"])
             first, end = (given[bound] for bound in (("first_key", "end_key") if over_keys else ("first_query", "end_query")))
             step = given["BLOCK_N"] if over_keys else given["BLOCK_M"]
-            masked = bool(given["MASKED"])
-            walk[tuple(map(operator.index, place))] += [(start, masked) for start in range(operator.index(first), operator.index(end), step)]
+            starts = range(operator.index(first), operator.index(end), step)
+            walk[tuple(map(operator.index, place))] += [(start, bool(given["MASKED"])) for start in starts]
             return args[:carried] if carried > 1 else args[0]
 
         monkeypatch.setattr(module, name, noted)
 
+    for module in (forward, backward):  # nothing is computed, so nothing is read or written
+        monkeypatch.setattr(module, "load_rows", lambda *_: None)
+        monkeypatch.setattr(module, "store_rows", lambda *_: None)
+    launch = backward.launch
+    monkeypatch.setattr(backward, "launch", lambda kernel, *args, **kwargs: (
+        None if kernel is backward._attention_delta else launch(kernel, *args, **kwargs)
+    ))  # fmt: skip
     note(forward, "_attend", 3)
     note(backward, "_walk_keys", 1)
     note(backward, "_walk_queries", 2)
@@ -89,12 +96,11 @@ def compare(monkeypatch, mask: Mask, shape: tuple[int, int, int, int], tile: Til
     return sum(len(tiles) for walk in found.values() for tiles in walk.values())
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 20])
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-def test_positions(monkeypatch, causal, tile):
-    for window in WINDOWS:
-        for query_count, key_count in LENGTHS:
-            compare(monkeypatch, Mask(causal, window), (1, 1, query_count, key_count), tile)
+def test_positions(monkeypatch, causal, window):
+    for (query_count, key_count), tile in zip(LENGTHS, itertools.cycle(TILES)):  # noqa: B905
+        compare(monkeypatch, Mask(causal, window), (1, 1, query_count, key_count), tile)
 
 
 def documents(*rows: list[int]) -> torch.Tensor:
@@ -104,22 +110,20 @@ def documents(*rows: list[int]) -> torch.Tensor:
 
 
 PACKINGS = {
-    "even": documents([16, 16, 16], [48]),
-    "odd": documents([5, 30, 13], [1, 46, 1]),
-    "short": documents([3] * 16, [17, 31]),
+    "even": documents([16, 16, 16]),
+    "odd": documents([5, 30, 13]),
+    "short": documents([3] * 16),
     "padding": documents([20, -28], [-20, 17, -11]),
-    "nothing": documents([-48], [47, -1]),
+    "nothing": documents([-48]),
 }
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_documents(monkeypatch, packing, tile):
-    ids = PACKINGS[packing]
-    for causal in (False, True):
-        for window in (None, 5, 20):
-            for length in (48, 41):
-                compare(monkeypatch, Mask(causal, window, ids[:, :length], ids[:, :length]), (2, 1, length, length), tile)
+def test_documents(monkeypatch, packing):
+    tiles = itertools.cycle(TILES)
+    for causal, window, length in itertools.product((False, True), (None, 5, 20), (48, 41)):
+        ids = PACKINGS[packing][:, :length]
+        compare(monkeypatch, Mask(causal, window, ids, ids), (len(ids), 1, length, length), next(tiles))
 
 
 def test_documents_of_other_queries_than_keys(monkeypatch):
@@ -165,7 +169,7 @@ def test_spans_do_not_depend_on_chunks_or_strides(packing):
 def test_spans():
     mask = Mask(False, None, documents([20, 28]), documents([8, 8, -2]))
     assert key_spans(mask, 16).tolist() == [[[0, 8, 1], [0, 16, 0], [8, 16, 1]]]
-    assert query_spans(mask, 16).tolist() == [[[0, 48, 0], [0, 0, 0]]]
+    assert query_spans(mask, 16).tolist() == [[[0, 48, 0], [0, 0, 1]]]
     assert key_spans(Mask(), 16) is None and query_spans(Mask(causal=True, window=3), 16) is None
 
 

@@ -26,10 +26,49 @@ class NormSpec(NamedTuple):
     offset: float = 0.0
 
 
+class HiddenSpec(NamedTuple):
+    """What makes a hidden layer out of rows: `f(gate) * up`, or `f(up)` where there is no gate, of the rows or of their norm."""
+
+    pointwise: str
+    w_gate: Tensor | None
+    b_gate: Tensor | None
+    w_up: Tensor
+    b_up: Tensor | None
+    norm: NormSpec | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+
+
+class FusedMlp(Protocol):
+    """The hidden layer of an MLP in one kernel, rows `[N, dim]` to `[N, hidden]`, and its backward, which runs gate and up again."""
+
+    def pays(self, dim: int, hidden_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether this is thought faster than matrix products and elementwise kernels; the same at every call with the same arguments."""
+        ...
+
+    def statistics(self, x: Tensor, spec: NormSpec) -> Tensor:
+        """Those that `Backend.norm` returns."""
+        ...
+
+    def forward(
+        self, x: Tensor, stats: Tensor | None, spec: HiddenSpec, dropout: Dropout | None, *, keep: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`(hidden, gate, up)`; the latter two are None unless `keep`. They are rounded on the way, so keeping them changes no bit."""
+        ...
+
+    def backward(
+        self, grad: Tensor, x: Tensor, stats: Tensor | None, spec: HiddenSpec, dropout: Dropout | None
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """`(grad_gate, grad_up, hidden)` with the bits of `Backend.activation_backward`; may write to grad."""
+        ...
+
+
 class Backend(Protocol):
     """Shapes: rows `[..., C]`; heads `[B, H, T, D]` with any strides; statistics are float32, or float64 for float64 tensors."""
 
     name: str
+    fused_mlp: FusedMlp | None
+    """None where the backend has no such kernels."""
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor]:
         """Normalised and scaled rows in x's dtype, and their statistics `[rows, 1]` (rms: rstd) or `[rows, 2]` (layer: mean, rstd)."""

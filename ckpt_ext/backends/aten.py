@@ -14,11 +14,12 @@ from . import NormSpec
 from .aten_attention import attention, attention_backward, wide_dtype
 
 __all__ = [
-    "activation", "activation_backward", "add_norm", "attention", "attention_backward", "dropout", "dropout_add", "name", "norm",
-    "norm_backward", "rotate",
+    "activation", "activation_backward", "add_norm", "attention", "attention_backward", "dropout", "dropout_add", "fused_mlp", "name",
+    "norm", "norm_backward", "rotate",
 ]
 
 name = "aten"
+fused_mlp = None
 _aten = torch.ops.aten
 
 

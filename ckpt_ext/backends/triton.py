@@ -14,10 +14,11 @@ from ..kernels.rope import rotate
 from ..rng import Dropout
 from ..scoring import Scoring
 from . import NormSpec
+from . import triton_mlp as fused_mlp
 
 __all__ = [
-    "activation", "activation_backward", "add_norm", "attention", "attention_backward", "dropout", "dropout_add", "name", "norm",
-    "norm_backward", "rotate",
+    "activation", "activation_backward", "add_norm", "attention", "attention_backward", "dropout", "dropout_add", "fused_mlp", "name",
+    "norm", "norm_backward", "rotate",
 ]  # fmt: skip
 
 name = "triton"
