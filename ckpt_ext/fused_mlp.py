@@ -46,8 +46,9 @@ def fused_hidden(
         return None
     if not kernels.pays(up.weight.size(1), up.weight.size(0), dtype, device):
         return None
-    gate_tensors = (None, None) if gate is None else _in(dtype, gate)
-    return FusedHidden(kernels, HiddenSpec(pointwise, *gate_tensors, *_in(dtype, up), norm, *(norm_weights or (None, None))))
+    (w_gate, b_gate), (w_up, b_up) = (None, None) if gate is None else _in(dtype, gate), _in(dtype, up)
+    norm_weight, norm_bias = norm_weights or (None, None)
+    return FusedHidden(kernels, HiddenSpec(pointwise, w_gate, b_gate, w_up, b_up, norm, norm_weight, norm_bias))
 
 
 def _in(dtype: torch.dtype, projection: Dense) -> tuple[Tensor, Tensor | None]:

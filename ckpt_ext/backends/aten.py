@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import rng
 from ..rng import Dropout
-from . import NormSpec
+from . import FusedMlp, NormSpec
 from .aten_attention import attention, attention_backward, wide_dtype
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 name = "aten"
-fused_mlp = None
+fused_mlp: FusedMlp | None = None
 _aten = torch.ops.aten
 
 
