@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OUT ?= compare-report
+BENCH_OUT ?= bench/results/local
 WORKERS ?= auto
 
-.PHONY: demo test lint aot clean
+.PHONY: demo test lint aot bench gpu-check clean
 
 demo: $(READY)
 	$(BIN)/ckpt-ext compare --out $(OUT) $(ARGS)
@@ -21,6 +22,14 @@ lint: $(READY)
 # Compiles every kernel for GPUs that need not be here.
 aot: $(READY)
 	$(BIN)/python -m bench.aot $(ARGS)
+
+# Times kernels, blocks and training: on a GPU if there is one, else small, to show that the benchmarks run.
+bench: $(READY)
+	for name in kernels block training; do $(BIN)/python -m bench.$$name --out $(BENCH_OUT) $(ARGS) || exit 1; done
+
+# For a machine with a GPU whose Python has torch, triton and pytest; ARGS=--dry-run goes the same way on a CPU.
+gpu-check:
+	PYTHON=$(PYTHON) bash bench/gpu_check.sh $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ckpt_ext/*.so

@@ -79,7 +79,8 @@ class Budget:
 
 def measure(case: Case, device: torch.device, budget: Budget) -> list[dict[str, Any]]:
     """A row for each provider of the case, timed or with the reason why not."""
-    rows = {name: {"case": case.name, "provider": name, "ours": provider.ours} for name, provider in case.providers.items()}
+    shared = {"case": case.name, "dtype": str(getattr(case.shape, "dtype", "")).removeprefix("torch.")}
+    rows = {name: {**shared, "provider": name, "ours": provider.ours} for name, provider in case.providers.items()}
     timer = clock_for(device)
     works, estimate = _admit(case, rows, device, timer, budget)
     fewest, most = RUNS[device.type]
@@ -245,7 +246,7 @@ def run(name: str, cases: Sequence[Case], device: torch.device, budget: Budget, 
             rows = [failure]
         report["rows"] += with_fractions(rows, report["ceilings"])
         _write(report, out)
-        show(rows, f"{case.name}   ({time.monotonic() - start:.0f} s)")
+        show(rows, f"{case.name} {rows[0].get('dtype', '') if rows else ''}   ({time.monotonic() - start:.0f} s)")
     report["complete"] = True
     _write(report, out)
     return report

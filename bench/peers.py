@@ -146,7 +146,8 @@ def hugging_face_llama(transformers: ModuleType, model: nn.Module, spec, vocabul
         max_position_embeddings=2**20,
     )  # fmt: skip
     weight = model.head.weight
-    theirs = transformers.LlamaForCausalLM(config).to(weight.dtype).to(weight.device)
+    with weight.device:
+        theirs = transformers.LlamaForCausalLM(config).to(weight.dtype)
     parameters = model.state_dict()
     theirs.load_state_dict({name: parameters[own] for name, own in hugging_face_names(len(model.blocks)).items()})
     # The older name is on its way out, the newer one is not there yet in all versions.

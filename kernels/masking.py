@@ -69,8 +69,8 @@ def visible(mask, queries, keys, query_count, key_count, BEHIND: tl.constexpr, A
         key_ids = tl.load(key_ids_ptr + ptr_offset((batch, keys), key_id_strides), mask=keys < key_count, other=-1)
         seen = seen & (query_ids == key_ids) & (key_ids >= 0)
     if dense_ptr is not None:
-        pointers = dense_ptr + ptr_offset((batch, head, queries, keys), dense_strides)
-        seen = seen & tl.load(pointers, mask=(queries < query_count) & (keys < key_count), other=False)
+        dense_ptrs = dense_ptr + ptr_offset((batch, head, queries, keys), dense_strides)
+        seen = seen & tl.load(dense_ptrs, mask=(queries < query_count) & (keys < key_count), other=False)
     return seen
 
 
@@ -106,7 +106,8 @@ def _bounds(mask, tile, tiles, first_row, end_row, col_count, BEHIND: tl.constex
         full_end = tl.minimum(full_end, first_row + AHEAD + 1)
     if dense_ptr is not None:
         full_end = full_first
-    first = tl.where(first < end, first // BLOCK * BLOCK, end)
+    if BEHIND is not None or spans_ptr is not None:  # else it stays the constant 0
+        first = tl.where(first < end, first // BLOCK * BLOCK, end)
     return first, full_first, full_end, end
 
 

@@ -1,5 +1,7 @@
 """Attention of the ATen backend: all of `Scoring`, by the fused kernel and by plain products, against the specification in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -134,11 +136,8 @@ def cases(draw):
     if draw(st.booleans()):
         data["mask"] = random_bool(*(draw(st.sampled_from([1, size])) for size in (BATCH, HEADS, queries, keys)), seed=seed)
     mask = masked(queries, keys, causal=draw(st.booleans()), window=draw(st.sampled_from([None, 1, 2, 7, 40])), **data)
-    scoring = Scoring(
-        mask, draw(st.sampled_from([0.3, 0.3, -0.4, 0.0])), draw(st.sampled_from([None, None, 1.0])),
-        draw(st.sampled_from([None, sinks()])), draw(st.sampled_from([None, None, drop(), drop(1.0)])),
-    )  # fmt: skip
-    return queries, keys, elements, scoring
+    scale, softcap, sunk, dropout = ([0.3, 0.3, -0.4, 0.0], [None, None, 1.0], [None, sinks()], [None, None, drop(), drop(1.0)])
+    return queries, keys, elements, Scoring(mask, *(draw(st.sampled_from(choices)) for choices in (scale, softcap, sunk, dropout)))
 
 
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)
@@ -282,21 +281,15 @@ def test_fake_tensors_take_the_same_shapes_and_memory(monkeypatch, feature, elem
         expected = run(*tensors, scoring, grad)
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(t) for t in (*tensors, grad)]
-        mask = scoring.mask._replace(
-            **{n: mode.from_tensor(t) for n, t in scoring.mask._asdict().items() if isinstance(t, torch.Tensor)}
-        )
+        mask = Mask(*(mode.from_tensor(part) if isinstance(part, torch.Tensor) else part for part in scoring.mask))
         scoring = scoring._replace(mask=mask, sinks=None if scoring.sinks is None else mode.from_tensor(scoring.sinks))
         if scoring.dropout is not None:
-            scoring = scoring._replace(dropout=drop_with(scoring.dropout, mode))
+            scoring = scoring._replace(dropout=replace(scoring.dropout, state=mode.from_tensor(scoring.dropout.state)))
         with LiveStorages() as faked:
             actual = run(*fake[:3], scoring, fake[3])
     assert faked.peak == real.peak
     for a, b in zip(actual, expected, strict=True):
         assert a is b is None or (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-
-
-def drop_with(dropout, mode):
-    return rng.Dropout(mode.from_tensor(dropout.state), dropout.p, dropout.site, dropout.row_start, dropout.batch_rows)
 
 
 @paths
@@ -350,9 +343,8 @@ def test_functional(name):
         tensors.append(given["sinks"])
     out = functional.attention(*tensors[:3], backend="aten", **given)
     data = attention_mask(**{n: given[n] for n in ("segment_ids", "cu_seqlens", "key_mask", "mask") if n in given}, length=LENGTH)
-    mask = full_mask(
-        data, causal=given.get("causal", True), window=given.get("window"), shape=(batch, HEADS, LENGTH, LENGTH), device=CPU
-    )
+    shape = (batch, HEADS, LENGTH, LENGTH)
+    mask = full_mask(data, causal=given.get("causal", True), window=given.get("window"), shape=shape, device=CPU)
     expected = reference.attention(*tensors[:3], mask=mask, softcap=given.get("softcap"), sinks=given.get("sinks"))
     grad = randn(*out.shape, seed=9)
     assert_same([out, *torch.autograd.grad(out, tensors, grad)], [expected, *torch.autograd.grad(expected, tensors, grad)])
