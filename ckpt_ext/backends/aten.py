@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .. import rng
 from ..rng import Dropout
+from ..validate import widened
 from . import FusedMlp, NormSpec
-from .aten_attention import attention, attention_backward, wide_dtype
+from .aten_attention import attention, attention_backward
 
 __all__ = [
     "activation", "activation_backward", "add_norm", "attention", "attention_backward", "dropout", "dropout_add", "fused_mlp", "name",
@@ -29,7 +30,7 @@ _MOST_CHUNKS = 64
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(wide_dtype(x))
+    return x.to(widened(x.dtype))
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor]:
@@ -57,7 +58,7 @@ class _Normalise:
     """The norm of rows, y in `dtype` and the statistics, by slices of them."""
 
     def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, dtype: torch.dtype) -> None:
-        wide = wide_dtype(rows)
+        wide = widened(rows.dtype)
         self._spec = spec
         self._scale, self._shift = _scale(weight, spec, wide), None if bias is None else bias.to(wide)
         self.y = torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
@@ -87,7 +88,7 @@ def norm_backward(
     rows, grad_rows = (t.reshape(-1, x.size(-1)) for t in (x, grad))
     onto_rows = None if onto is None else onto.reshape(-1, x.size(-1))
     grad_x = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    wide = wide_dtype(x)
+    wide = widened(x.dtype)
     scale, shift = _scale(weight, spec, wide), None if bias is None else bias.to(wide)
     grad_weight = torch.zeros_like(scale) if params else None
     grad_bias = torch.zeros_like(shift) if params and shift is not None else None

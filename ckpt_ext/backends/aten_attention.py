@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ..scoring import Scoring
+from ..validate import widened
 from . import aten_blocked, aten_fused
-from .aten_chunks import Chunk, chunks, mask_shape, wide_dtype
+from .aten_chunks import Chunk, chunks, mask_shape
 
 _CHUNK_ELEMENTS = 1 << 20
 """Attention weights alive at a time in plain products, unless a single row of a key head's queries has more, and elements of a mask alive
@@ -35,7 +36,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor
         out, lse = aten_fused.forward(q, k, v, plan[0], scoring)
     else:
         run = aten_fused.forward if fused else aten_blocked.forward
-        out, lse = _by_length(q, q.dtype).zero_(), q.new_full(q.shape[:3], -torch.inf, dtype=wide_dtype(q))
+        out, lse = _by_length(q, q.dtype).zero_(), q.new_full(q.shape[:3], -torch.inf, dtype=widened(q.dtype))
         for chunk in plan:
             if not chunk.sees_no_key:
                 out[chunk.queries], lse[chunk.queries] = run(q[chunk.queries], k[chunk.keys], v[chunk.keys], chunk, scoring)
@@ -57,7 +58,7 @@ def attention_backward(
         grad_sinks = ((scoring.sinks.to(lse.dtype)[:, None] - lse).exp_() * delta).sum((0, 2)).neg_()
     if fused and _at_once(plan):
         return *aten_fused.backward(grad, q, k, v, out, lse, plan[0], scoring), grad_sinks
-    wide = wide_dtype(q)
+    wide = widened(q.dtype)
     grad_q, grad_k, grad_v = (_by_length(t, dtype).zero_() for t, dtype in ((q, q.dtype), (k, wide), (v, wide)))
     for chunk in plan:
         if chunk.sees_no_key:
@@ -94,7 +95,7 @@ def _guarded(lse: Tensor) -> Tensor:
 
 def _delta(grad: Tensor, out: Tensor) -> Tensor:
     """`rowsum(grad * out)`, `[B, H, Tq]`, wide; a head at a time, for the products of all elements are as large as out."""
-    wide = wide_dtype(out)
+    wide = widened(out.dtype)
     delta = out.new_empty(out.shape[:3], dtype=wide)
     for head in range(out.size(1)):
         delta[:, head] = torch.linalg.vecdot(grad[:, head].to(wide), out[:, head].to(wide))

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from ..scoring import Scoring
-from .aten_chunks import Chunk, wide_dtype
+from ..validate import widened
+from .aten_chunks import Chunk
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, scoring: Scoring) -> tuple[Tensor, Tensor]:
@@ -45,7 +46,7 @@ def backward(
 
 def _stacked(x: Tensor, k: Tensor) -> Tensor:
     """`x [b, h, n, ...]` as `[b * kv, h / kv * n, ...]`, wide: the rows of the query heads that share a key head lie together."""
-    return x.to(wide_dtype(x)).unflatten(1, (k.size(1), -1)).flatten(0, 1).flatten(1, 2)
+    return x.to(widened(x.dtype)).unflatten(1, (k.size(1), -1)).flatten(0, 1).flatten(1, 2)
 
 
 def _scores(q_rows: Tensor, k_rows: Tensor, scoring: Scoring) -> Tensor:

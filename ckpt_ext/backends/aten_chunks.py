@@ -18,11 +18,6 @@ _LEAST_ROWS = 64
 """A chunk takes fewer heads rather than fewer query rows than this: a matrix product of few rows is bound by reading k and v."""
 
 
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """What sums, softmax and statistics are computed in: float32, or float64 for float64 tensors."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 class Chunk(NamedTuple):
     """Where the chunk lies: indices of the first three axes of `[B, H, Tq, D]` and of `[B, KV, Tk, D]`."""
 

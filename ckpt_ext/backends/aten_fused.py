@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..scoring import Scoring
-from .aten_chunks import Chunk, mask_shape, wide_dtype
+from ..validate import widened
+from .aten_chunks import Chunk, mask_shape
 
 _aten = torch.ops.aten
 
@@ -56,7 +57,7 @@ def _additive(hidden: Tensor | None, q: Tensor) -> Tensor | None:
     """The mask as the kernel takes it."""
     if hidden is None:
         return None
-    return torch.zeros(hidden.shape, dtype=wide_dtype(q), device=q.device).masked_fill_(hidden, -torch.inf)
+    return torch.zeros(hidden.shape, dtype=widened(q.dtype), device=q.device).masked_fill_(hidden, -torch.inf)
 
 
 def _blind(hidden: Tensor, causal: bool, rows: int) -> Tensor:
