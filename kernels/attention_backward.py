@@ -27,7 +27,7 @@ from torch import Tensor
 from .attention_forward import LOG2_E, capped_scores, first_dropout_row, locate
 from .dropout import dropout_batch_rows, dropout_constants, dropout_row_start, dropout_state
 from .launch import accumulate_dtype, launch, operand_dtype
-from .masking import key_phases, key_ranges, mask_constants, mask_pointers, mask_strides, query_phases, query_ranges, visible
+from .masking import key_phases, key_ranges, mask_constants, mask_pointers, mask_strides, query_phases, query_ranges, tile_demands, visible
 from .primitives import apply_dropout, dot, head_start, keep_mask, load_rows, store_rows
 from .segments import key_spans, query_spans
 from .tiles import Tile, attention_backward_tile
@@ -224,7 +224,7 @@ def attention_backward(
     """
     batch, heads, query_count, head_dim = q.shape
     kv_heads, key_count = k.shape[1:3]
-    tile = tile or attention_backward_tile(head_dim, q.dtype, q.device, dropout=dropout is not None, bounded=all(key_phases(mask)))
+    tile = tile or attention_backward_tile(head_dim, q.dtype, q.device, **tile_demands(mask, softcap, dropout))
     dq, dk, dv = (torch.empty(x.transpose(1, 2).shape, dtype=x.dtype, device=x.device).transpose(1, 2) for x in (q, k, v))
     lse = lse.contiguous()  # a slice of heads is not
     delta = torch.empty_like(lse)

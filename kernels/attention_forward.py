@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .dropout import dropout_batch_rows, dropout_constants, dropout_row_start, dropout_state
 from .launch import accumulate_dtype, launch, operand_dtype
-from .masking import key_phases, key_ranges, mask_constants, mask_pointers, mask_strides, visible
+from .masking import key_phases, key_ranges, mask_constants, mask_pointers, mask_strides, tile_demands, visible
 from .primitives import dot, head_start, keep_mask, load_rows, store_rows, tanh
 from .segments import key_spans
 from .tiles import Tile, attention_forward_tile
@@ -153,7 +153,7 @@ def attention_forward(
     """
     batch, heads, query_count, head_dim = q.shape
     kv_heads, key_count = k.shape[1:3]
-    tile = tile or attention_forward_tile(head_dim, q.dtype, q.device, dropout=dropout is not None, bounded=all(key_phases(mask)))
+    tile = tile or attention_forward_tile(head_dim, q.dtype, q.device, **tile_demands(mask, softcap, dropout))
     out = torch.empty((batch, query_count, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.empty((batch, heads, query_count), dtype=lse_dtype, device=q.device)

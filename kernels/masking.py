@@ -39,6 +39,11 @@ def _is_bounded(mask) -> bool:
     return mask.window is not None or mask.query_segments is not None
 
 
+def tile_demands(mask, softcap: float | None, dropout) -> dict:
+    """What of an attention asks for a smaller tile than usual, as tiles.py wants to know it."""
+    return {"dropout": dropout is not None, "bounded": _is_bounded(mask), "extras": (mask.dense is not None) + (softcap is not None)}
+
+
 def mask_pointers(mask, spans) -> tuple:
     """The tensors to pass as `mask_ptrs`; `spans` is None or from `segment_spans`, for the tiles of the kernel."""
     return mask.query_segments, mask.key_segments, mask.dense, spans

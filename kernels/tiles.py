@@ -32,8 +32,9 @@ INTERPRETER_ROW_TILE = Tile(16, 64)
 # --- attention ---
 # block_m counts the rows that a program keeps, block_n those that it walks over: queries and keys, and for dk and dv keys and queries.
 # A row's key is (bytes of an element, widest head), and "bounded" where a window or documents cut a walk short at both ends, which takes
-# registers: a loop more, and masks in two of three. The rows of "" serve every architecture that has none of its own. Nothing of 2 bytes
-# spills, and all fits the shared memory of a program; `python -m bench.aot` holds both and prints registers and memory of each row.
+# registers: a loop more, and masks in two of three; "bounded dropout" where the rules in `_attention_tile` do not go far enough. The rows
+# of "" serve every architecture that has none of its own. Nothing of 2 bytes spills, and all fits the shared memory of a program;
+# `python -m bench.aot` holds both and prints registers and memory of each row.
 # Wide tiles of block_m are what spares the L2 cache: the bytes read for a product fall with it.
 # float32 and float64 have no fast matrix product to feed and their operands fill registers, so there small tiles are as good as any.
 # float64 at 256 dimensions spills even in the least tile there is, and its backward does not fit the 99 KiB of sm_86 and sm_120.
@@ -84,6 +85,7 @@ _ATTENTION_BACKWARD: _Table = {
     "": {
         (2, 64): Tile(128, 32, num_warps=8, num_stages=2),
         (2, 64, "bounded"): Tile(64, 32, num_warps=8, num_stages=2),
+        (2, 64, "bounded dropout"): Tile(32, 16, num_warps=4, num_stages=2),
         (2, 128): Tile(64, 32, num_warps=8, num_stages=2),
         (2, 128, "bounded"): Tile(32, 32, num_warps=8, num_stages=2),
         (2, 256): Tile(32, 32, num_warps=8, num_stages=1),
@@ -115,27 +117,44 @@ _ATTENTION_BACKWARD: _Table = {
 }
 
 
-def _attention_tile(table: _Table, head_dim: int, dtype: torch.dtype, device: torch.device, dropout: bool, bounded: bool) -> Tile:
+def _attention_tile(
+    table: _Table, head_dim: int, dtype: torch.dtype, device: torch.device, dropout: bool, bounded: bool, extras: int
+) -> Tile:
     if INTERPRETED:
         return INTERPRETER_TILE
-    row = dtype.itemsize, next(width for width in (64, 128, 256) if head_dim <= width)
+    width = next(width for width in (64, 128, 256) if head_dim <= width)
+    row = dtype.itemsize, width
     rows = table.get(architecture(device), {})
     if row not in rows:
         rows = table[""]
-    tile = rows.get((*row, "bounded"), rows[row]) if bounded else rows[row]
+    tile = rows[row]
+    if bounded:
+        tile = rows.get((*row, "bounded"), tile)
+        if dropout and (own := rows.get((*row, "bounded dropout"))) is not None:
+            return own
     # The random words of a tile take as many registers as its scores; so does masking where a head is no power of two wide.
-    crowded = dropout or head_dim != triton.next_power_of_2(head_dim)
-    return replace(tile, block_n=max(16, tile.block_n // 2)) if crowded else tile
+    narrow = dropout or head_dim != triton.next_power_of_2(head_dim)
+    # Three of a window or documents, a dense mask, a softcap and dropout together are rare, and take as many again.
+    for _ in range(narrow + (bounded + dropout + extras > 2)):
+        tile = replace(tile, block_n=tile.block_n // 2) if tile.block_n > 16 else replace(tile, block_m=max(16, tile.block_m // 2))
+    return tile
 
 
-def attention_forward_tile(head_dim: int, dtype: torch.dtype, device: torch.device, *, dropout: bool, bounded: bool) -> Tile:
-    """Tile of the attention forward kernel; `bounded` where a window or documents bound what a query sees at both ends."""
-    return _attention_tile(_ATTENTION_FORWARD, head_dim, dtype, device, dropout, bounded)
+def attention_forward_tile(
+    head_dim: int, dtype: torch.dtype, device: torch.device, *, dropout: bool, bounded: bool, extras: int = 0
+) -> Tile:
+    """Tile of the attention forward kernel.
+
+    `bounded` where a window or documents bound what a query sees at both ends; `extras` counts a dense mask and a softcap.
+    """
+    return _attention_tile(_ATTENTION_FORWARD, head_dim, dtype, device, dropout, bounded, extras)
 
 
-def attention_backward_tile(head_dim: int, dtype: torch.dtype, device: torch.device, *, dropout: bool, bounded: bool) -> Tile:
-    """Tile of both attention backward kernels; `bounded` as in forward."""
-    return _attention_tile(_ATTENTION_BACKWARD, head_dim, dtype, device, dropout, bounded)
+def attention_backward_tile(
+    head_dim: int, dtype: torch.dtype, device: torch.device, *, dropout: bool, bounded: bool, extras: int = 0
+) -> Tile:
+    """Tile of both attention backward kernels; arguments as in forward."""
+    return _attention_tile(_ATTENTION_BACKWARD, head_dim, dtype, device, dropout, bounded, extras)
 
 
 # --- norms, rotary embedding, elementwise ---

@@ -97,8 +97,8 @@ def check(tile, arch):
 def test_attention_has_a_tile_for_every_head(compiled, arch, function):
     with architecture.assume_architecture(arch):
         widths, flags = (16, 40, 64, 80, 96, 128, 192, 256), (False, True)
-        for head_dim, dtype, dropout, bounded in itertools.product(widths, DTYPES, flags, flags):
-            tile = function(head_dim, dtype, META, dropout=dropout, bounded=bounded)
+        for head_dim, dtype, dropout, bounded, extras in itertools.product(widths, DTYPES, flags, flags, (0, 1, 2)):
+            tile = function(head_dim, dtype, META, dropout=dropout, bounded=bounded, extras=extras)
             check(tile, arch)
             assert min(tile.block_m, tile.block_n) >= 16  # a matrix product takes no less
             plain = function(head_dim, dtype, META, dropout=False, bounded=False)

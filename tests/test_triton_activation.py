@@ -141,7 +141,7 @@ def test_tile_changes_no_bit(monkeypatch, tile):
 
     expected = outputs()
     assert all(map(torch.equal, expected, outputs()))
-    monkeypatch.setattr(activation, "elementwise_tile", lambda cols: tile)
+    monkeypatch.setattr(activation, "elementwise_tile", lambda *_: tile)
     assert all(map(torch.equal, expected, outputs()))
 
 

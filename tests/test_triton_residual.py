@@ -103,7 +103,7 @@ def test_tile_changes_no_bit(monkeypatch, tile):
     x = draw(5, 33)
     expected = dropout(x, DROPOUT)
     assert torch.equal(expected, dropout(x, DROPOUT))
-    monkeypatch.setattr(residual, "elementwise_tile", lambda cols: tile)
+    monkeypatch.setattr(residual, "elementwise_tile", lambda *_: tile)
     assert torch.equal(expected, dropout(x, DROPOUT))
 
 
