@@ -119,14 +119,17 @@ def add_norm(kind: str, cols: int, dropout=None, dtype: torch.dtype = torch.bflo
     return Call(lambda: fused_add_norm(x, residual, weight, bias, kind=kind, eps=1e-5, dropout=dropout), dtype)
 
 
-def mlp(pointwise: str, gated: bool = True, dropout=None, dtype: torch.dtype = torch.bfloat16, normed: bool = True) -> Call:
+def mlp(
+    pointwise: str, gated: bool = True, dropout=None, dtype: torch.dtype = torch.bfloat16, normed: bool = True, kind: str = "rms"
+) -> Call:
     """A fused MLP's hidden layer, forward and backward, from rows that it normalises itself where `normed`."""
     rows, dim, hidden_dim = BATCH * LENGTH, 4096, 14336
     x, grad, norm_weight = meta(rows, dim, dtype=dtype), meta(rows, hidden_dim, dtype=dtype), meta(dim, dtype=dtype)
     w_gate, w_up = meta(hidden_dim, dim, dtype=dtype) if gated else None, meta(hidden_dim, dim, dtype=dtype)
 
     def run():
-        norm = {"norm": Norm("rms", norm_weight), "stats": norm_stats(x, kind="rms", eps=1e-5)} if normed else {}
+        bias = norm_weight if kind == "layer" else None
+        norm = {"norm": Norm(kind, norm_weight, bias), "stats": norm_stats(x, kind=kind, eps=1e-5)} if normed else {}
         mlp_forward(x, w_gate, w_up, **norm, pointwise=pointwise, dropout=dropout)
         mlp_backward(grad, x, w_gate, w_up, **norm, pointwise=pointwise, dropout=dropout)
 
@@ -174,6 +177,7 @@ CALLS: dict[str, Call] = {
     "mlp swiglu float64": mlp("silu", dtype=torch.float64),
     "mlp geglu_tanh": mlp("gelu_tanh"),
     "mlp gelu": mlp("gelu", gated=False),
+    "mlp geglu layer norm dropout": mlp("gelu", kind="layer", dropout=DROPOUT),
     "rms norm 128": norm("rms", 128),
     "rms norm 4096": norm("rms", 4096),
     "rms norm 8192": norm("rms", 8192),
