@@ -72,7 +72,7 @@ class BlockFunction(torch.autograd.Function):
         ctx.call, ctx.place = call, place
         ctx.save_for_backward(x if place is None or place.is_first else None, *inputs, *kept)
         if place is not None:
-            place.segment.join(ctx)
+            place.segment.join(ctx, call, inputs)
         return own(y)
 
     @staticmethod
@@ -80,9 +80,7 @@ class BlockFunction(torch.autograd.Function):
     def backward(ctx, grad_y: Tensor):
         call: BlockCall = ctx.call
         _, _, needs_x, *needs_inputs = ctx.needs_input_grad
-        x, *rest = ctx.saved_tensors
-        if x is None:
-            x = ctx.place.input()
+        x, *rest = ctx.saved_tensors if ctx.place is None else ctx.place.saved_tensors(ctx)
         inputs, kept = rest[: len(needs_inputs)], rest[len(needs_inputs) :]
         del rest
         shared, tensors, needs_tensors = Shared(*inputs[:_SHARED]), inputs[_SHARED:], needs_inputs[_SHARED:]

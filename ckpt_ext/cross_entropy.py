@@ -50,7 +50,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         with without_autocast(x):
             lse, picked, mean = _statistics(call, x, weight, bias, target)
         smooth = call.label_smoothing
-        losses = lse - (1 - smooth) * picked - smooth * mean + call.z_loss * lse.square()
+        losses = lse - (1 - smooth) * picked - smooth * mean
+        if call.z_loss:  # the square may overflow where the loss does not
+            losses += call.z_loss * lse.square()
         valid = target != call.ignore_index
         losses = torch.where(valid, losses, 0.0)
         ctx.call = call
@@ -105,12 +107,13 @@ def _statistics(call: Loss, x: Tensor, weight: Tensor, bias: Tensor | None, targ
     for rows in spans(tokens, height):
         for columns in spans(symbols, width):
             logits = _logits(call, x, weight, bias, _Tile(rows, columns), wide)
-            place, inside = _within(target[rows], columns)
+            place, inside = _within(target[rows].long(), columns)
             picked[rows] += torch.where(inside, logits.gather(1, place)[:, 0], 0.0)
             if call.label_smoothing:
                 mean[rows] += logits.sum(1) / symbols
             largest = torch.maximum(most[rows], logits.amax(1))
-            total[rows] = total[rows] * (most[rows] - largest).exp_() + logits.sub_(largest[:, None]).exp_().sum(1)
+            shift = largest.masked_fill(largest == -torch.inf, 0)  # -inf - -inf would be NaN
+            total[rows] = total[rows] * (most[rows] - shift).exp_() + logits.sub_(shift[:, None]).exp_().sum(1)
             most[rows] = largest
     return total.log_().add_(most), picked, mean
 
@@ -180,6 +183,6 @@ def _grad_logits(
     grad = logits.sub_(lse_rows[:, None]).exp_().mul_((grad_rows * (1 + 2 * call.z_loss * lse_rows))[:, None])
     if call.label_smoothing:
         grad.sub_((grad_rows * (call.label_smoothing / weight.size(0)))[:, None])
-    place, inside = _within(target[tile.rows], tile.symbols)
+    place, inside = _within(target[tile.rows].long(), tile.symbols)
     grad.scatter_add_(1, place, torch.where(inside, grad_rows * (call.label_smoothing - 1), 0.0)[:, None])
     return grad if slope is None else grad.mul_(slope)

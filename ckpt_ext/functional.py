@@ -17,7 +17,7 @@ from .segments import Place
 from .sites import drops
 from .slicing import slicing
 from .spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, BackendName, BlockSpec, Policy, is_gated
-from .validate import bound, computable, instance, number, one_of, probability, window_size
+from .validate import bound, computable, instance, integer, is_integer, number, one_of, probability, window_size
 from .weights import BlockWeights
 
 
@@ -37,6 +37,8 @@ def block(
     if x.dim() != 3 or x.size(-1) != spec.dim:
         raise ValueError(f"x must have shape [B, T, {spec.dim}], got {list(x.shape)}")
     instance("policy", policy or Policy(), Policy)
+    if place is not None:
+        instance("place", place, Place)
     layout, tensors = weights.flatten()
     computable("x", x, {f"weight {index}": tensor for index, tensor in enumerate(tensors)})
     policy = policy or Policy()
@@ -76,6 +78,12 @@ def attention(
     A query that sees no key gets zeros. Raises ValueError for wrong shapes, dtypes, devices or probabilities, NotImplementedError for an
     additive mask, RuntimeError for a backend that cannot run.
     """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        instance(name, tensor, Tensor)
+    computable("q", q, {"k": k, "v": v})
+    dtype = _branch_dtype(q)
+    if dtype != q.dtype:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     _check_attention(q, k, v)
     probability("dropout_p", dropout_p)
     window_size("window", window)
@@ -83,6 +91,7 @@ def attention(
     if scale is not None:
         number("scale", scale)
     if sinks is not None:
+        instance("sinks", sinks, Tensor)
         computable("q", q, {"sinks": sinks})
         if sinks.shape != q.shape[1:2]:
             raise ValueError(f"sinks must have shape [{q.size(1)}], got {list(sinks.shape)}")
@@ -91,10 +100,10 @@ def attention(
             raise ValueError("mask must come alone where it is an AttentionMask, got segment_ids, cu_seqlens or key_mask beside it")
         data: AttentionMask | None = mask
     else:
+        if cu_seqlens is not None and q.size(0) != 1:
+            raise ValueError(f"cu_seqlens must come with a batch of one, got {q.size(0)}")
         data = attention_mask(segment_ids=segment_ids, cu_seqlens=cu_seqlens, key_mask=key_mask, mask=mask, length=q.size(2))
     full_mask(data, causal=causal, window=window, shape=(*q.shape[:3], k.size(2)), device=q.device)
-    dtype = _branch_dtype(q)
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     dropout = _functional_dropout(q, dropout_p)
     state = None if dropout is None else dropout.state
     scale = q.size(-1) ** -0.5 if scale is None else float(scale)
@@ -161,11 +170,13 @@ def linear_cross_entropy(
     `x [..., dim]`, `weight [V, dim]`, `bias [V]`, `target [...]` of integers in [0, V) or `ignore_index`. The loss is float32 (float64 for
     float64): its mean over tokens that are not ignored, its "sum", or with "none" that of each token, `[...]`. `label_smoothing` is that of
     `torch.nn.functional.cross_entropy`; `softcap` bounds logits by `softcap * tanh(logit / softcap)` (arXiv:2408.00118); `z_loss` adds
-    `z_loss * logsumexp ** 2` (arXiv:2204.02311). Gradients are exact: no probability is dropped for being small. Keeps its inputs and 4
-    bytes a token. Under autocast logits are in autocast's dtype.
+    `z_loss * logsumexp ** 2` (arXiv:2204.02311). Gradients are exact: no probability is dropped for being small. Keeps its inputs, as rows,
+    and 4 bytes a token. Under autocast logits are in autocast's dtype.
 
     Raises ValueError for wrong shapes, dtypes, devices or options, RuntimeError for a target out of range.
     """
+    for name, tensor in (("x", x), ("weight", weight), ("target", target)):
+        instance(name, tensor, Tensor)
     computable("x", x, {"weight": weight, "bias": bias})
     one_of("reduction", reduction, ("mean", "sum", "none"))
     probability("label_smoothing", label_smoothing)
@@ -175,13 +186,14 @@ def linear_cross_entropy(
         raise ValueError(f"weight must have shape [V, {x.size(-1)}], got {list(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must have shape [{weight.size(0)}], got {list(bias.shape)}")
-    if target.shape != x.shape[:-1] or target.dtype.is_floating_point or target.dtype == torch.bool:
+    integer("ignore_index", ignore_index)
+    if target.shape != x.shape[:-1] or not is_integer(target):
         raise ValueError(f"target must be integers of shape {list(x.shape[:-1])}, got {target.dtype} {list(target.shape)}")
     if target.device != x.device:
         raise ValueError(f"target must be on x's device {x.device}, got {target.device}")
     rows = x.to(_branch_dtype(x)).reshape(-1, x.size(-1))
     call = Loss(ignore_index, label_smoothing, softcap, z_loss, reduction)
-    loss = LinearCrossEntropyFunction.apply(call, rows, weight, bias, target.reshape(-1).long())
+    loss = LinearCrossEntropyFunction.apply(call, rows, weight, bias, target.reshape(-1))
     return loss.view(target.shape) if reduction == "none" else loss
 
 
@@ -202,7 +214,6 @@ def _functional_dropout(x: Tensor, p: float) -> Dropout | None:
 
 
 def _check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
-    computable("q", q, {"k": k, "v": v})
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape [B, H, T, D], got {list(tensor.shape)}")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .validate import instance
+from .validate import instance, integer, is_integer
 
 
 class AttentionMask(NamedTuple):
@@ -60,6 +60,13 @@ def attention_mask(
 
     Queries that see no key get zeros. Raises ValueError for a wrong shape or dtype, NotImplementedError for an additive mask.
     """
+    pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    if len(pair) != 2:
+        raise ValueError(f"segment_ids must be a Tensor or a pair of them, got {len(pair)}")
+    given = {"segment_ids of queries": pair[0], "segment_ids of keys": pair[1], "cu_seqlens": cu_seqlens, "key_mask": key_mask}
+    for name, tensor in (given | {"mask": mask}).items():
+        if tensor is not None:
+            instance(name, tensor, Tensor)
     if mask is not None:
         _check_dense(mask)
         if mask.shape[1:3] == (1, 1):
@@ -72,10 +79,11 @@ def attention_mask(
     if cu_seqlens is not None:
         if segment_ids is not None or length is None:
             raise ValueError("cu_seqlens must come with length and without segment_ids")
-        segment_ids = _segments_between(cu_seqlens, length)
-    queries, keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+        ids_of_tokens = _segments_between(cu_seqlens, length)
+        pair = ids_of_tokens, ids_of_tokens
+    queries, keys = pair
     for name, ids in (("segment_ids of queries", queries), ("segment_ids of keys", keys)):
-        if ids is not None and (ids.dim() != 2 or not _is_integer(ids)):
+        if ids is not None and (ids.dim() != 2 or not is_integer(ids)):
             raise ValueError(f"{name} must be integers [B, T], got {ids.dtype} {list(ids.shape)}")
     queries, keys = (None if ids is None else ids.to(torch.int32) for ids in (queries, keys))
     if key_mask is not None:
@@ -108,6 +116,9 @@ def full_mask(
             expanded[name] = None if tensor is None else tensor.expand(places[name])
         except RuntimeError:
             raise ValueError(f"mask's {name} must have or broadcast to shape {list(places[name])}, got {list(tensor.shape)}") from None
+        dtype = torch.bool if name == "dense" else torch.int32
+        if tensor is not None and tensor.dtype != dtype:
+            raise ValueError(f"mask's {name} must be {dtype}, as attention_mask makes it, got {tensor.dtype}")
     return Mask(causal, window, **expanded)
 
 
@@ -123,16 +134,15 @@ def _check_dense(mask: Tensor) -> None:
 
 def _segments_between(cu_seqlens: Tensor, length: int) -> Tensor:
     """The document of each of `length` tokens, `[1, length]`, -1 outside of all bounds. Reads no value on the host."""
-    if cu_seqlens.dim() != 1 or not len(cu_seqlens) or not _is_integer(cu_seqlens):
+    integer("length", length)
+    if length < 0:
+        raise ValueError(f"length must not be negative, got {length}")
+    if cu_seqlens.dim() != 1 or not len(cu_seqlens) or not is_integer(cu_seqlens):
         raise ValueError(f"cu_seqlens must be integers [documents + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
     bounds = cu_seqlens.to(torch.int64).contiguous()
     tokens = torch.arange(length, device=bounds.device)
     ids = torch.searchsorted(bounds, tokens, right=True) - 1
     return torch.where(tokens < bounds[-1], ids, -1)[None]
-
-
-def _is_integer(x: Tensor) -> bool:
-    return not (x.dtype == torch.bool or x.is_floating_point() or x.is_complex())
 
 
 def _check_together(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:

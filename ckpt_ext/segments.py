@@ -7,11 +7,13 @@ the inputs of the segments, the inputs within one, and one block's working set (
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .call import Shared
+from .call import BlockCall, Shared
 from .guards import without_autocast
 from .run import run_block
 
@@ -27,38 +29,53 @@ class Place(NamedTuple):
         """Whether this is the block that keeps its input."""
         return self.position == 0
 
-    def input(self) -> Tensor:
-        """The block's input, for backward."""
-        return self.segment.take_input(self.position)
+    def saved_tensors(self, node: Any) -> Sequence[Tensor]:
+        """What the block's node has saved, x first, rebuilt where it was not kept."""
+        if self.is_first:
+            return self.segment.take_first(node)
+        _, *inputs = node.saved_tensors
+        return self.segment.take_input(self.position), *inputs
 
 
 class Segment:
-    """The autograd nodes of a segment's blocks, and in backward the rebuilt inputs of those that are still to come.
-
-    Everything that rebuilding needs is among the tensors that the nodes save: autograd frees it when it frees theirs.
-    """
+    """What backward needs to rebuild the inputs of a segment's blocks, and those that are rebuilt and still to come."""
 
     def __init__(self) -> None:
-        self._nodes: list[Any] = []
+        # The node that keeps x holds this object; held strongly in turn, neither would ever be freed.
+        self._first_node: weakref.ref[Any] | None = None
+        self._members: list[tuple[BlockCall, Sequence[Any]]] = []
+        self._first: Sequence[Tensor] | None = None
         self._inputs: dict[int, Tensor] = {}
 
-    def join(self, node: Any) -> None:
-        """Add the node of the next block: its `saved_tensors` begin with x (or None), `Shared` and the parameters; its `call` is static."""
-        self._nodes.append(node)
+    def join(self, node: Any, call: BlockCall, inputs: Sequence[Any]) -> None:
+        """Add the next block: its autograd node, its static arguments, and `Shared` and parameters.
+
+        They are the tensors that its node saves, too, so that a change in place is noticed when its turn comes.
+        """
+        if not self._members:
+            self._first_node = weakref.ref(node)
+        self._members.append((call, inputs))
+
+    def take_first(self, node: Any) -> Sequence[Tensor]:
+        """What the first block has saved. It is unpacked once a backward pass: some hooks on saved tensors allow no more."""
+        first, self._first = self._first, None
+        return node.saved_tensors if first is None else first
 
     def take_input(self, position: int) -> Tensor:
         """The input of the block there, which is not kept any longer."""
         # Backward comes to the last block first: what an earlier backward may have left is not its.
-        if position not in self._inputs or position == len(self._nodes) - 1:
+        if position not in self._inputs or position == len(self._members) - 1:
             self._rebuild(position)
         return self._inputs.pop(position)
 
     def _rebuild(self, last: int) -> None:
+        node = None if self._first_node is None else self._first_node()
+        assert node is not None, "a node lives as long as those behind it"
         self._inputs.clear()
-        x, *_ = self._nodes[0].saved_tensors
+        self._first = node.saved_tensors
+        x = self._first[0]
         with without_autocast(x):
-            for position, node in enumerate(self._nodes[:last]):
-                _, *inputs = node.saved_tensors
+            for position, (call, inputs) in enumerate(self._members[:last]):
                 shared, tensors = Shared(*inputs[: len(Shared._fields)]), inputs[len(Shared._fields) :]
-                x, _ = run_block(node.call, node.call.layout.bind(tensors), x, shared)
+                x, _ = run_block(call, call.layout.bind(tensors), x, shared)
                 self._inputs[position + 1] = x

@@ -14,9 +14,10 @@ from .modules import TransformerBlock
 from .partition import even_lengths, least_peak_lengths
 from .segments import Place, Segment
 from .slicing import working_set
-from .validate import positive_int
+from .validate import instance, positive_int
 
 
+@torch.compiler.disable(reason="backward rebuilds inputs by what forward has noted down, which a graph cannot hold")
 def checkpoint_sequential(
     blocks: Iterable[TransformerBlock], x: Tensor, *, segments: int | Literal["auto"] = "auto", mask: AttentionMask | None = None
 ) -> Tensor:
@@ -27,8 +28,13 @@ def checkpoint_sequential(
     the earlier ones longer, as make the peak least, by the sizes of the blocks' inputs and working sets.
 
     Raises NotImplementedError, naming the block, for one that is no plain `TransformerBlock` or has hooks, which a rebuild would skip;
-    ValueError for one whose policy keeps more than its input.
+    ValueError for one whose policy keeps more than its input. `torch.compile` leaves the whole chain uncompiled.
     """
+    if isinstance(blocks, TransformerBlock) or not isinstance(blocks, Iterable):
+        raise ValueError(f"blocks must be an iterable of TransformerBlock, got {type(blocks).__name__}")
+    instance("x", x, Tensor)
+    if x.dim() != 3:
+        raise ValueError(f"x must have shape [B, T, dim], got {list(x.shape)}")
     chain = list(blocks)
     for index, block in enumerate(chain):
         plain(f"blocks[{index}]", block, TransformerBlock)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .validate import bound, number, one_of, positive_int, probability, window_size
+from .validate import bound, instance, number, one_of, positive_int, probability, window_size
 
 Norm = Literal["rms", "layer"]
 QkNorm = Literal["head", "row"]
@@ -85,6 +85,8 @@ class BlockSpec:
         self._default("rope_dim", self.head_dim)
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads={self.heads}, got {self.kv_heads}")
+        for name in ("causal", "sinks", "qkv_bias", "out_bias", "mlp_bias"):
+            instance(name, getattr(self, name), bool)
         number("norm_eps", self.norm_eps)
         number("norm_offset", self.norm_offset)
         if self.rope_theta is not None:

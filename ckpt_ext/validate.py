@@ -13,6 +13,12 @@ def positive_int(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a positive int, got {value!r}")
 
 
+def integer(name: str, value: object) -> None:
+    """Refuse anything but an int."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name} must be an int, got {value!r}")
+
+
 def probability(name: str, value: object) -> None:
     """Refuse anything outside [0, 1]; NaN is outside."""
     if not isinstance(value, (int, float)) or not 0 <= value <= 1:
@@ -41,14 +47,16 @@ def bound(name: str, value: object) -> None:
     """Refuse a bound of scores that is neither None nor positive."""
     if value is not None:
         number(name, value)
-        if not value > 0:  # type: ignore[operator]
-            raise ValueError(f"{name} must be positive, got {value}")
+        # float32 must hold it, and its inverse.
+        if not 1e-30 <= value <= 1e30:  # type: ignore[operator]
+            raise ValueError(f"{name} must be between 1e-30 and 1e30, got {value}")
 
 
 def instance(name: str, value: object, kind: type) -> None:
     """Refuse anything but a `kind`."""
     if not isinstance(value, kind):
-        raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}")
+        shown = "a Tensor" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name} must be a {kind.__name__}, got {shown}")
 
 
 def is_floating(tensor: Tensor) -> bool:
@@ -59,6 +67,11 @@ def is_floating(tensor: Tensor) -> bool:
 def widened(dtype: torch.dtype) -> torch.dtype:
     """What sums, softmax and statistics of `dtype` are computed in: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Whether the tensor holds integers; bools are none."""
+    return not (tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex())
 
 
 def floating(name: str, tensor: Tensor) -> None:

@@ -78,7 +78,8 @@ def _attend(
     OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The softmax state and weighted values after keys `first_key..end_key`; MASKED where some may be hidden."""
-    for start in range(first_key, end_key, BLOCK_N):
+    # A second buffer for the sum, which is rescaled at each step and cannot use one, would cost Blackwell a program a multiprocessor.
+    for start in tl.range(first_key, end_key, BLOCK_N, disallow_acc_multi_buffer=True):
         keys = start + tl.arange(0, BLOCK_N)
         key = load_rows(k_head_ptr, k_strides, keys, key_count, dims, HEAD_DIM)  # [BLOCK_N, BLOCK_D]
         products = dot(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), accumulator.dtype), OPERAND)

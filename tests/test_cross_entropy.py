@@ -132,6 +132,28 @@ def test_large_logits_do_not_overflow():
     assert x.grad.isfinite().all() and weight.grad.isfinite().all()
 
 
+def test_symbols_that_cannot_be_and_losses_too_large_to_square():
+    (x, weight, _), target = inputs(symbols=13)
+    bias = torch.zeros(13, dtype=x.dtype)
+    bias[:8] = -torch.inf  # two tiles of symbols
+    target = torch.where(target >= 0, target.clamp_min(8), target)
+    actual = with_gradients(linear_cross_entropy(x, weight, target, bias=bias), (x, weight))
+    expected = with_gradients(eager(x, weight, bias, target), (x, weight))
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    (x, weight, _), target = inputs(dtype=torch.float32)
+    huge = x.detach() * 1e20
+    expected = F.cross_entropy((huge @ weight.T).flatten(0, 1), target.flatten())
+    torch.testing.assert_close(linear_cross_entropy(huge, weight, target), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
+def test_targets_of_any_integers(dtype):
+    (x, weight, _), target = inputs()
+    target = target.clamp_min(0)
+    assert torch.equal(linear_cross_entropy(x, weight, target.to(dtype)), linear_cross_entropy(x, weight, target))
+
+
 def test_only_ignored_tokens():
     tensors, target = inputs()
     target = torch.full_like(target, -100)
@@ -149,8 +171,11 @@ def test_refusals():
         ((x, weight, target), {"bias": bias[1:]}, r"bias must have shape \[13\], got \[12\]"),
         ((x, weight, target), {"reduction": "max"}, "reduction must be one of 'mean', 'sum', 'none', got 'max'"),
         ((x, weight, target), {"label_smoothing": 1.5}, "label_smoothing must be a probability"),
-        ((x, weight, target), {"softcap": 0.0}, "softcap must be positive, got 0.0"),
+        ((x, weight, target), {"softcap": 0.0}, "softcap must be between 1e-30 and 1e30, got 0.0"),
         ((x, weight, target), {"z_loss": float("inf")}, "z_loss must be a finite number"),
+        ((x, weight, target), {"ignore_index": None}, "ignore_index must be an int, got None"),
+        ((x, weight, target.tolist()), {}, "target must be a Tensor"),
+        ((x, weight, target.to(torch.complex64)), {}, "target must be integers"),
         ((x, weight.to("meta"), target), {}, "weight must be on x's device cpu, got meta"),
         ((x, weight, target.to("meta")), {}, "target must be on x's device cpu, got meta"),
     ]

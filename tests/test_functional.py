@@ -246,3 +246,10 @@ def test_gemma_weight_is_added_to_one_in_float32():
     x = torch.tensor([[1.0, -1.0] * 4], dtype=torch.float32)
     expected = torch.full_like(x, 1.00390625)
     torch.testing.assert_close(functional.norm(x, weight, eps=0.0, offset=1.0).abs(), expected, rtol=1e-6, atol=0)
+
+
+def test_attention_under_autocast_takes_tensors_of_several_dtypes():
+    q, k, v = qkv(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = functional.attention(q, k.bfloat16(), v.bfloat16())
+        assert torch.equal(mixed, functional.attention(q, k, v)) and mixed.dtype == torch.bfloat16

@@ -135,6 +135,7 @@ def test_what_is_refused(given, error, message):
 
 @pytest.mark.parametrize("data, message", [
     (IDS, "mask must be a AttentionMask"),
+    (AttentionMask(dense=torch.ones(1, 1, 4, 5)), "mask's dense must be torch.bool, as attention_mask makes it, got torch.float32"),
     (AttentionMask(query_segments=IDS[:, :4]), "query_segments and key_segments must be given together"),
     (AttentionMask(key_segments=IDS), "query_segments and key_segments must be given together"),
     (AttentionMask(IDS, IDS), r"mask's query_segments must have or broadcast to shape \[2, 4\], got \[2, 5\]"),

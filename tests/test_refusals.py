@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ckpt_ext import BlockSpec, Policy, TransformerBlock, functional
+from ckpt_ext import AttentionMask, BlockSpec, Policy, TransformerBlock, functional
 
 
 def randn(*shape):
@@ -19,6 +19,12 @@ def spec(**changes):
 
 
 @pytest.mark.parametrize("changes, message", [
+    ({"causal": "no"}, "causal must be a bool, got 'no'"),
+    ({"sinks": 2}, "sinks must be a bool, got 2"),
+    ({"window": -1}, "window must be a positive int, got -1"),
+    ({"softcap": 0.0}, "softcap must be between 1e-30 and 1e30, got 0.0"),
+    ({"attn_scale": float("inf")}, "attn_scale must be a finite number, got inf"),
+    ({"qk_norm": "all"}, "qk_norm must be one of 'head', 'row', got 'all'"),
     ({"dim": 0}, "dim must be a positive int, got 0"),
     ({"heads": 2.0}, "heads must be a positive int, got 2.0"),
     ({"heads": 5}, "dim must be a multiple of heads=5"),
@@ -69,6 +75,15 @@ def test_attention_refuses():
         ((q, k[..., 1:], v[..., 1:]), {}, "k must have q's batch and head size 2 and 16"),
         ((q[:, :3], k, v), {}, "k must have a number of heads that divides q's 3, got 2"),
         ((q, k, v), {"scale": torch.tensor(0.5)}, "scale must be a finite number"),
+        ((q, None, v), {}, "k must be a Tensor, got None"),
+        ((q, k, v), {"sinks": [0.0]}, r"sinks must be a Tensor, got \[0.0\]"),
+        ((q, k, v), {"sinks": q[0, :3, 0, 0]}, r"sinks must have shape \[4\], got \[3\]"),
+        ((q, k, v), {"softcap": 1e39}, "softcap must be between 1e-30 and 1e30, got 1e\\+39"),
+        ((q, k, v), {"window": 0}, "window must be a positive int, got 0"),
+        ((q, k, v), {"mask": "causal"}, "mask must be a Tensor, got 'causal'"),
+        ((q, k, v), {"segment_ids": (q, q, q)}, "segment_ids must be a Tensor or a pair of them, got 3"),
+        ((q, k, v), {"cu_seqlens": torch.tensor([0, 7])}, "cu_seqlens must come with a batch of one, got 2"),
+        ((q, k, v), {"mask": AttentionMask(dense=torch.ones(1, 1, 7, 7))}, "mask's dense must be torch.bool, as attention_mask makes it"),
         ((q, k, v), {"dropout_p": 2.0}, r"dropout_p must be a probability in \[0, 1\], got 2.0"),
         ((q, k, v), {"backend": "cuda"}, "backend must be one of 'auto', 'triton', 'aten', got 'cuda'"),
         ((q, k.to("meta"), v.to("meta")), {}, "k must be on q's device cpu, got meta"),

@@ -1,9 +1,12 @@
 """Chains of blocks in segments: the gradients of the blocks one by one, bit for bit, and fewer inputs kept."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ckpt_ext import BlockSpec, EagerBlock, Policy, TransformerBlock, attention_mask, checkpoint_sequential
 from ckpt_ext.memory import LiveStorages, saved_bytes
@@ -113,6 +116,59 @@ def test_a_second_backward_and_each_hook_once():
     assert_equal([p.grad for p in blocks.parameters()], first)
 
 
+def test_graphs_are_freed_whether_backward_ran_or_not():
+    blocks = chain().requires_grad_(False)
+    x, grad = inputs()
+    memory = LiveStorages([x])
+    with memory:
+        for _ in range(3):
+            checkpoint_sequential(blocks, x, segments=2)
+        gc.collect()
+        assert memory.live == 0
+        torch.autograd.grad(checkpoint_sequential(blocks, x, segments=2), x, grad)
+        gc.collect()
+        assert memory.live == 0
+    nodes = []
+    y = checkpoint_sequential(chain(), x, segments=2)
+    nodes.append(weakref.ref(y.grad_fn))
+    y.backward(grad)
+    del y
+    gc.collect()
+    assert nodes[0]() is None
+
+
+def test_inside_a_checkpoint_and_under_hooks_each_tensor_is_unpacked_once():
+    blocks = chain()
+    x, grad = inputs()
+    expected = results(lambda x: one_by_one(blocks, x), blocks, x, grad)
+
+    def run(x):
+        return checkpoint_sequential(blocks, x, segments=2)
+
+    actual = results(lambda x: checkpoint(run, x, use_reentrant=False), blocks, x, grad)
+    assert_equal(actual, expected)
+    counts = {"pack": 0, "unpack": 0}
+
+    def count(name):
+        def hook(tensor):
+            counts[name] += 1
+            return tensor
+
+        return hook
+
+    with torch.autograd.graph.saved_tensors_hooks(count("pack"), count("unpack")):
+        assert_equal(results(run, blocks, x, grad), expected)
+    assert counts["pack"] == counts["unpack"] > 0
+
+
+def test_compiled_code_calls_the_chain_as_it_is():
+    blocks = chain()
+    x, grad = inputs()
+    expected = results(lambda x: checkpoint_sequential(blocks, x, segments=2), blocks, x, grad)
+    compiled = torch.compile(lambda x: checkpoint_sequential(blocks, x, segments=2), backend="aot_eager")
+    assert_equal(results(compiled, blocks, x, grad), expected)
+
+
 def test_a_weight_changed_in_place_is_noticed():
     blocks = chain()
     x, grad = inputs()
@@ -142,6 +198,10 @@ def test_refusals():
     hooked.register_forward_hook(lambda module, args, y: 2 * y)
     with pytest.raises(NotImplementedError, match=r"blocks\[0\] must have no hooks"):
         checkpoint_sequential([hooked], x)
+    with pytest.raises(ValueError, match="blocks must be an iterable of TransformerBlock, got TransformerBlock"):
+        checkpoint_sequential(TransformerBlock(SPEC), x)
+    with pytest.raises(ValueError, match=r"x must have shape \[B, T, dim\], got \[32\]"):
+        checkpoint_sequential(chain(), x[0, 0])
     with pytest.raises(ValueError, match="segments must be a positive int, got 0"):
         checkpoint_sequential(chain(), x, segments=0)
 
