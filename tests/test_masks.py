@@ -108,6 +108,7 @@ def test_nothing_is_read_on_the_host():
 
 
 IDS = torch.zeros(2, 5, dtype=torch.int64)
+IDS32 = IDS.int()
 BOOLS = torch.ones(2, 5, dtype=torch.bool)
 
 
@@ -136,12 +137,12 @@ def test_what_is_refused(given, error, message):
 @pytest.mark.parametrize("data, message", [
     (IDS, "mask must be a AttentionMask"),
     (AttentionMask(dense=torch.ones(1, 1, 4, 5)), "mask's dense must be torch.bool, as attention_mask makes it, got torch.float32"),
-    (AttentionMask(query_segments=IDS[:, :4]), "query_segments and key_segments must be given together"),
-    (AttentionMask(key_segments=IDS), "query_segments and key_segments must be given together"),
-    (AttentionMask(IDS, IDS), r"mask's query_segments must have or broadcast to shape \[2, 4\], got \[2, 5\]"),
-    (AttentionMask(IDS[:, :4], IDS[:, :4]), r"mask's key_segments must have or broadcast to shape \[2, 5\], got \[2, 4\]"),
+    (AttentionMask(query_segments=IDS32[:, :4]), "query_segments and key_segments must be given together"),
+    (AttentionMask(key_segments=IDS32), "query_segments and key_segments must be given together"),
+    (AttentionMask(IDS32, IDS32), r"mask's query_segments must have or broadcast to shape \[2, 4\], got \[2, 5\]"),
+    (AttentionMask(IDS32[:, :4], IDS32[:, :4]), r"mask's key_segments must have or broadcast to shape \[2, 5\], got \[2, 4\]"),
     (AttentionMask(dense=BOOLS[:, None, None, :3]), r"mask's dense must have or broadcast to shape \[2, 3, 4, 5\]"),
-    (AttentionMask(IDS[:, :4].to("meta"), IDS.to("meta")), "mask's query_segments must be on the device of the queries cpu, got meta"),
+    (AttentionMask(IDS32[:, :4].to("meta"), IDS32.to("meta")), "mask's query_segments must be on the device of the queries cpu, got meta"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(data, message):
     with pytest.raises(ValueError, match=message):
