@@ -17,7 +17,6 @@ from .slicing import working_set
 from .validate import instance, positive_int
 
 
-@torch.compiler.disable(reason="backward rebuilds inputs by what forward has noted down, which a graph cannot hold")
 def checkpoint_sequential(
     blocks: Iterable[TransformerBlock], x: Tensor, *, segments: int | Literal["auto"] = "auto", mask: AttentionMask | None = None
 ) -> Tensor:
@@ -40,7 +39,13 @@ def checkpoint_sequential(
         plain(f"blocks[{index}]", block, TransformerBlock)
         if block.policy.save != "input":
             raise ValueError(f"blocks[{index}] must keep its input alone in a segment, got save={block.policy.save!r}")
-    for length in _lengths(chain, x, segments):
+    # A graph cannot hold what forward notes down for backward. The decorator would import the compiler with this package.
+    run = torch.compiler.disable(_through) if torch.compiler.is_compiling() else _through
+    return run(chain, x, _lengths(chain, x, segments), mask)
+
+
+def _through(chain: Sequence[TransformerBlock], x: Tensor, lengths: Sequence[int], mask: AttentionMask | None) -> Tensor:
+    for length in lengths:
         segment, members, chain = Segment(), chain[:length], chain[length:]
         position = 0
         for block in members:
