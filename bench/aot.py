@@ -3,8 +3,8 @@
     python -m bench.aot --arch sm_80 sm_90 --match attention --out bench/results/aot
 
 A launcher runs on meta tensors; each kernel it would have started is compiled by `kernel.warmup`, hence with the specialisation that the
-real launch would get. The command fails where a kernel spills, asks for more shared memory than the architecture has, multiplies matrices
-of two-byte elements elsewhere than on matrix units, or computes a pointer's offset in 32 bits. Nothing here is measured on a GPU.
+real launch would get. The command fails where a kernel of two-byte elements spills or multiplies matrices elsewhere than on matrix units,
+where one asks for more shared memory than the architecture has, or computes a pointer's offset in 32 bits. Nothing here is measured on a GPU.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def faults(binary: Binary, itemsize: int) -> list[str]:
     """What makes a default tile unfit."""
     card = CARDS[binary.arch]
     found = {
-        "spills": binary.spill or binary.local,
+        "spills": itemsize == 2 and (binary.spill or binary.local),
         "more shared memory than there is": binary.shared > card.program_shared,
         "no matrix instructions": binary.multiplies and itemsize == 2 and not binary.matrix,
         f"32-bit offsets ({', '.join(binary.narrow_offsets)})": binary.narrow_offsets,
