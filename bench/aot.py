@@ -4,7 +4,8 @@
 
 A launcher runs on meta tensors; each kernel it would have started is compiled by `kernel.warmup`, hence with the specialisation that the
 real launch would get. The command fails where a kernel of two-byte elements spills or multiplies matrices elsewhere than on matrix units,
-where one asks for more shared memory than the architecture has, or computes a pointer's offset in 32 bits. Nothing here is measured on a GPU.
+where one asks for more shared memory than the architecture has, or computes a pointer's offset in 32 bits. Nothing here is measured on a
+GPU.
 """
 
 import argparse

@@ -1,12 +1,15 @@
-"""What tests of kernels share: inputs that show a stray read, outputs that show a missing write, and the rule of accuracy."""
+"""What tests share: inputs that show a stray read, outputs that show a missing write, blocks to compare, and the rule of accuracy."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .modules import EagerBlock, TransformerBlock
+from .spec import BlockSpec
 from .validate import widened
 
 
@@ -47,3 +50,22 @@ def assert_accurate(actual: Tensor, eager: Tensor, truth: Tensor, *, terms: int 
     error = (actual.double() - truth).abs().max().item()
     eager_error = (eager.double() - truth).abs().max().item()
     assert error <= 2 * eager_error + rounding, f"error {error:.3g} > 2 * {eager_error:.3g} (eager) + {rounding:.3g} (rounding)"
+
+
+def eager_block(spec: BlockSpec, dtype: torch.dtype = torch.float64) -> EagerBlock:
+    """An eager block of random parameters, always the same. None is a plain 1 or 0, which would hide that it is not used."""
+    torch.manual_seed(3)
+    block = EagerBlock(spec, dtype=dtype)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return block
+
+
+def twin(
+    block: TransformerBlock, kind: type[TransformerBlock] = TransformerBlock, dtype: torch.dtype | None = None, **arguments: Any
+) -> TransformerBlock:
+    """A block of `kind` with the same spec and parameters, made with `arguments`."""
+    other = kind(block.spec, dtype=dtype or block.q_proj.weight.dtype, **arguments)
+    other.load_state_dict(block.state_dict())
+    return other

@@ -13,7 +13,7 @@ PACKAGE = Path(ckpt_ext.__file__).parent
 # From the bottom up; a module may import from lower layers and its own. What several layers share stands below all of them.
 LAYERS = [
     {"validate", "spec", "extension", "philox", "rng", "masks", "scoring", "sites", "guards", "projections", "weights"},
-    {"reference", "memory", "testing"},
+    {"reference", "memory"},
     {"kernels"},
     {"backends"},
     {"rope", "partition", "slicing", "gradients", "call", "fused_mlp", "attention_half", "mlp_half", "run"},
@@ -21,7 +21,7 @@ LAYERS = [
     {"autograd", "cross_entropy"},
     {"functional"},
     {"adopt", "modules"},
-    {"sequential"},
+    {"sequential", "testing"},
     {"integrations"},
     {"text", "training", "machine", "doctor", "compare_config", "compare", "compare_report"},
     {"cli"},

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ckpt_ext import BlockSpec, EagerBlock, Policy, TransformerBlock
-from ckpt_ext.testing import assert_accurate
+from ckpt_ext.testing import assert_accurate, eager_block, twin
 
 SAVES = ("input", "attention", "all")
 GQA = {"dim": 32, "heads": 4, "kv_heads": 2, "hidden_dim": 44}
@@ -30,23 +30,6 @@ def inputs(spec, *, batch=1, length=9, dtype=torch.float64):
     return x.to(dtype).requires_grad_(), torch.randn_like(x).to(dtype)
 
 
-def twin(block, kind=TransformerBlock, dtype=None, **arguments):
-    """A block of `kind` with the same spec and parameters."""
-    dtype = dtype or block.q_proj.weight.dtype
-    other = kind(block.spec, dtype=dtype, **arguments)
-    other.load_state_dict(block.state_dict())
-    return other
-
-
-def eager(spec, dtype=torch.float64):
-    torch.manual_seed(3)
-    block = EagerBlock(spec, dtype=dtype)
-    with torch.no_grad():  # norms with a scale of one would hide a wrong weight
-        for parameter in block.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return block
-
-
 def results(block, x, grad):
     """Output and all gradients, by name; masks as after one seed."""
     torch.manual_seed(11)
@@ -58,7 +41,7 @@ def results(block, x, grad):
 @spec_cases
 @backends
 def test_equals_the_reference_in_float64(spec, backend):
-    reference = eager(spec)
+    reference = eager_block(spec)
     x, grad = inputs(spec, batch=2)
     expected = results(reference, x, grad)
     actual = results(twin(reference, backend=backend), x, grad)
@@ -70,7 +53,7 @@ def test_equals_the_reference_in_float64(spec, backend):
 @pytest.mark.parametrize("spec", [SPECS["llama-dropout"], SPECS["gpt"]], ids=["llama", "gpt"])
 @backends
 def test_low_precision_is_as_accurate_as_eager(spec, backend, dtype):
-    low = eager(spec, dtype)
+    low = eager_block(spec, dtype)
     x, grad = inputs(spec, dtype=dtype)
     truth = results(twin(low, EagerBlock, torch.float64), x.detach().double().requires_grad_(), grad.double())
     rival = results(low, x, grad)
@@ -86,7 +69,7 @@ def test_low_precision_is_as_accurate_as_eager(spec, backend, dtype):
 @backends
 @pytest.mark.parametrize("length", [1, 17])
 def test_gradients_do_not_depend_on_what_is_saved(spec, backend, length):
-    base = eager(spec, torch.float32)
+    base = eager_block(spec, torch.float32)
     x, grad = inputs(spec, length=length, dtype=torch.float32)
     runs = {save: results(twin(base, policy=Policy(save), backend=backend), x, grad) for save in SAVES}
     again = results(twin(base, backend=backend), x, grad)
@@ -99,7 +82,7 @@ def test_gradients_do_not_depend_on_what_is_saved(spec, backend, length):
 @pytest.mark.parametrize("spec", [SPECS["llama-dropout"], SPECS["gpt"]], ids=["llama", "gpt"])
 @pytest.mark.parametrize("slices", [1, 3, 100])
 def test_slices_change_no_mask_and_repeat_bit_for_bit(spec, backend, slices):
-    reference = eager(spec)
+    reference = eager_block(spec)
     x, grad = inputs(spec, batch=2, length=5)
     expected = results(reference, x, grad)
     runs = [results(twin(reference, policy=Policy(save, slices), backend=backend), x, grad) for save in ("input", "all")]
@@ -111,7 +94,7 @@ def test_slices_change_no_mask_and_repeat_bit_for_bit(spec, backend, slices):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_slices_in_low_precision_are_as_accurate_as_eager(dtype):
     spec = SPECS["llama-dropout"]
-    low = eager(spec, dtype)
+    low = eager_block(spec, dtype)
     x, grad = inputs(spec, batch=2, length=32, dtype=dtype)
     truth = results(twin(low, EagerBlock, torch.float64), x.detach().double().requires_grad_(), grad.double())
     rival = results(low, x, grad)
@@ -123,7 +106,7 @@ def test_slices_in_low_precision_are_as_accurate_as_eager(dtype):
 @backends
 def test_a_chain_of_blocks_replays_each_its_own_masks(backend):
     spec = SPECS["llama-dropout"]
-    bases = [eager(spec) for _ in range(3)]
+    bases = [eager_block(spec) for _ in range(3)]
     x, grad = inputs(spec, length=5)
 
     def run(kind, **arguments):
@@ -139,7 +122,7 @@ def test_a_chain_of_blocks_replays_each_its_own_masks(backend):
 
 def test_masks_differ_between_layers_and_steps_and_repeat_after_reseeding():
     spec = BlockSpec(**GQA, residual_dropout=0.5)
-    block = eager(spec)
+    block = eager_block(spec)
     twin_block = twin(block)
     x, _ = inputs(spec)
     torch.manual_seed(0)
@@ -152,8 +135,8 @@ def test_masks_differ_between_layers_and_steps_and_repeat_after_reseeding():
 @pytest.mark.parametrize("backend", ["aten", "triton"])
 def test_no_mask_is_drawn_in_eval_or_without_dropout(backend):
     x, _ = inputs(SPECS["llama"])
-    with_dropout = twin(eager(SPECS["llama-dropout"]), backend=backend)
-    without = twin(eager(SPECS["llama"]), backend=backend)
+    with_dropout = twin(eager_block(SPECS["llama-dropout"]), backend=backend)
+    without = twin(eager_block(SPECS["llama"]), backend=backend)
     state = torch.get_rng_state()
     y = with_dropout.eval()(x)
     torch.testing.assert_close(y, without.train()(x))
@@ -166,7 +149,7 @@ def test_no_mask_is_drawn_in_eval_or_without_dropout(backend):
 @backends
 def test_dropping_everything_leaves_the_residual_stream(backend):
     spec = BlockSpec(**GQA, residual_dropout=1.0)
-    block = twin(eager(spec), backend=backend)
+    block = twin(eager_block(spec), backend=backend)
     x, grad = inputs(spec)
     actual = results(block, x, grad)
     assert torch.equal(actual["y"], x) and torch.equal(actual["x"], grad)
@@ -177,7 +160,7 @@ def test_dropping_everything_leaves_the_residual_stream(backend):
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (1, 1)])
 def test_empty_and_single_token_inputs(backend, shape):
     spec = SPECS["llama-dropout"]
-    block = twin(eager(spec), backend=backend)
+    block = twin(eager_block(spec), backend=backend)
     x, grad = inputs(spec, batch=shape[0], length=shape[1])
     for value in results(block, x, grad).values():
         assert value.isfinite().all()
@@ -191,7 +174,7 @@ def test_empty_and_single_token_inputs(backend, shape):
 )
 def test_inputs_of_any_layout(backend, layout):
     spec = SPECS["llama-dropout"]
-    block = twin(eager(spec), backend=backend)
+    block = twin(eager_block(spec), backend=backend)
     x, grad = inputs(spec, batch=2)
     view = layout(x.detach()).requires_grad_()
     dense = view.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
@@ -203,7 +186,7 @@ def test_inputs_of_any_layout(backend, layout):
 @backends
 def test_gradients_of_sums_slices_and_transposes(backend):
     spec = SPECS["llama"]
-    reference = eager(spec)
+    reference = eager_block(spec)
     block = twin(reference, backend=backend)
     x, _ = inputs(spec)
     reductions = [lambda y: y.sum(), lambda y: y[:, ::2].sum(), lambda y: y.transpose(1, 2).square().sum()]
@@ -216,7 +199,7 @@ def test_gradients_of_sums_slices_and_transposes(backend):
 @backends
 @pytest.mark.parametrize("spec", [SPECS["llama"], SPECS["llama-dropout"], SPECS["gpt"]], ids=["llama", "llama-dropout", "gpt"])
 def test_gradcheck(spec, backend):
-    block = twin(eager(spec), backend=backend)
+    block = twin(eager_block(spec), backend=backend)
     x, _ = inputs(spec, batch=1, length=5)
     names, parameters = zip(*block.named_parameters(), strict=True)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ckpt_ext import BlockSpec, EagerBlock, Policy, TransformerBlock, attention_mask
-from ckpt_ext.testing import assert_accurate
+from ckpt_ext import BlockSpec, EagerBlock, Policy, attention_mask
+from ckpt_ext.testing import assert_accurate, eager_block, twin
 
 GQA = {"dim": 32, "heads": 4, "kv_heads": 2, "hidden_dim": 44}
 DROPOUT = {"attn_dropout": 0.2, "residual_dropout": 0.3, "mlp_dropout": 0.1}
@@ -26,21 +26,6 @@ MASKS = {
     "dense": attention_mask(mask=(torch.arange(81).view(1, 1, 9, 9) % 3 > 0)),
     "all": attention_mask(segment_ids=DOCUMENTS, key_mask=PADDED, mask=(torch.arange(4 * 81).view(1, 4, 9, 9) % 5 > 0)),
 }
-
-
-def eager(spec, dtype=torch.float64):
-    torch.manual_seed(3)
-    block = EagerBlock(spec, dtype=dtype)
-    with torch.no_grad():  # norms with a scale of one, or sinks of zero, would hide a wrong one
-        for parameter in block.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return block
-
-
-def twin(block, kind=TransformerBlock, dtype=None, **arguments):
-    other = kind(block.spec, dtype=dtype or block.q_proj.weight.dtype, **arguments)
-    other.load_state_dict(block.state_dict())
-    return other
 
 
 def inputs(dtype=torch.float64, length=9):
@@ -65,7 +50,7 @@ def assert_same(actual, expected):
 @spec_cases
 @backends
 def test_equals_the_reference_in_float64(spec, backend):
-    reference = eager(spec)
+    reference = eager_block(spec)
     x, grad = inputs()
     assert_same(results(twin(reference, backend=backend), x, grad), results(reference, x, grad))
 
@@ -73,14 +58,14 @@ def test_equals_the_reference_in_float64(spec, backend):
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "bidirectional"])
 def test_masks_equal_the_reference_in_float64(name, mask):
-    reference = eager(SPECS[name])
+    reference = eager_block(SPECS[name])
     x, grad = inputs()
     assert_same(results(twin(reference, backend="aten"), x, grad, mask), results(reference, x, grad, mask))
 
 
 @pytest.mark.parametrize("name", ["documents", "all"])
 def test_masks_through_triton_equal_the_reference_in_float64(name):
-    reference = eager(SPECS["gpt-oss"])
+    reference = eager_block(SPECS["gpt-oss"])
     x, grad = inputs()
     assert_same(results(twin(reference, backend="triton"), x, grad, MASKS[name]), results(reference, x, grad, MASKS[name]))
 
@@ -88,7 +73,7 @@ def test_masks_through_triton_equal_the_reference_in_float64(name):
 @spec_cases
 @pytest.mark.parametrize("slices", [1, 3])
 def test_gradients_do_not_depend_on_what_is_saved(spec, slices):
-    base = eager(spec, torch.float32)
+    base = eager_block(spec, torch.float32)
     x, grad = inputs(torch.float32)
     policies = (Policy(save, slices) for save in ("input", "attention", "all"))
     runs = [results(twin(base, policy=policy, backend="aten"), x, grad, MASKS["all"]) for policy in policies]
@@ -98,7 +83,7 @@ def test_gradients_do_not_depend_on_what_is_saved(spec, slices):
 
 @pytest.mark.parametrize("name", ["gpt-oss", "olmo2"])
 def test_gradients_through_triton_do_not_depend_on_what_is_saved(name):
-    base = eager(SPECS[name], torch.float32)
+    base = eager_block(SPECS[name], torch.float32)
     x, grad = inputs(torch.float32)
     runs = [results(twin(base, policy=Policy(save, 2), backend="triton"), x, grad, MASKS["documents"]) for save in ("input", "all")]
     for part in runs[0]:
@@ -108,7 +93,7 @@ def test_gradients_through_triton_do_not_depend_on_what_is_saved(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "qwen3"])
 def test_low_precision_is_as_accurate_as_eager(name, dtype):
-    low = eager(SPECS[name], dtype)
+    low = eager_block(SPECS[name], dtype)
     x, grad = inputs(dtype)
     truth = results(twin(low, EagerBlock, torch.float64), x.detach().double().requires_grad_(), grad.double(), MASKS["documents"])
     rival = results(low, x, grad, MASKS["documents"])
@@ -120,7 +105,7 @@ def test_low_precision_is_as_accurate_as_eager(name, dtype):
 @backends
 def test_a_packed_row_equals_its_documents_one_by_one(backend):
     """Rotary embedding sees distances only, so positions need not start anew with each document."""
-    block = twin(eager(BlockSpec(**GQA, rope_theta=1e4, window=3)), backend=backend)
+    block = twin(eager_block(BlockSpec(**GQA, rope_theta=1e4, window=3)), backend=backend)
     x, grad = inputs()
     x, grad = x[:1].detach().requires_grad_(), grad[:1]
     bounds = [0, 4, 5, 9]
@@ -134,7 +119,7 @@ def test_a_packed_row_equals_its_documents_one_by_one(backend):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_padding_on_either_side_changes_nothing_else(side, batch):
-    block = twin(eager(BlockSpec(**GQA, rope_theta=1e4, sinks=True)))
+    block = twin(eager_block(BlockSpec(**GQA, rope_theta=1e4, sinks=True)))
     x, _ = inputs()
     x = x[:batch].detach()
     padding = torch.full((batch, 2, 32), 7.0, dtype=x.dtype)
@@ -151,7 +136,7 @@ def test_padding_on_either_side_changes_nothing_else(side, batch):
 
 
 def test_frozen_parts_get_no_gradient():
-    block = twin(eager(SPECS["bidirectional"]))
+    block = twin(eager_block(SPECS["bidirectional"]))
     x, grad = inputs()
     expected = results(block, x, grad)
     for frozen in ("sinks", "q_norm.weight", "k_norm.bias"):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ckpt_ext import BlockSpec, EagerBlock, Policy, TransformerBlock, functional
+from ckpt_ext import BlockSpec, EagerBlock, Policy, functional
 from ckpt_ext.kernels import tiles
-from ckpt_ext.testing import assert_accurate
+from ckpt_ext.testing import assert_accurate, eager_block, twin
 
 GQA = {"dim": 32, "heads": 4, "kv_heads": 2, "hidden_dim": 44}
 DROPOUT = {"attn_dropout": 0.2, "residual_dropout": 0.3, "mlp_dropout": 0.1}
@@ -19,21 +19,6 @@ spec_cases = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.fixture(autouse=True)
 def it_pays(monkeypatch):
     monkeypatch.setattr(tiles, "fused_mlp", lambda *_: True)
-
-
-def eager(spec, dtype=torch.float64):
-    torch.manual_seed(3)
-    block = EagerBlock(spec, dtype=dtype)
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return block
-
-
-def twin(block, kind=TransformerBlock, dtype=None, **arguments):
-    other = kind(block.spec, dtype=dtype or block.q_proj.weight.dtype, **arguments)
-    other.load_state_dict(block.state_dict())
-    return other
 
 
 def inputs(dtype=torch.float64, length=9):
@@ -52,7 +37,7 @@ def results(block, x, grad):
 @spec_cases
 @pytest.mark.parametrize("slices", [1, 3])
 def test_equals_the_reference_in_float64(spec, slices):
-    reference = eager(spec)
+    reference = eager_block(spec)
     x, grad = inputs()
     expected = results(reference, x, grad)
     actual = results(twin(reference, policy=Policy(slices=slices), backend="triton"), x, grad)
@@ -63,7 +48,7 @@ def test_equals_the_reference_in_float64(spec, slices):
 @spec_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_do_not_depend_on_what_is_saved(spec, dtype):
-    base = eager(spec, dtype)
+    base = eager_block(spec, dtype)
     x, grad = inputs(dtype, 7)
     runs = [results(twin(base, policy=Policy(save, 2), backend="triton"), x, grad) for save in ("input", "attention", "all")]
     for name in runs[0]:
@@ -71,7 +56,7 @@ def test_gradients_do_not_depend_on_what_is_saved(spec, dtype):
 
 
 def test_low_precision_is_as_accurate_as_eager():
-    low = eager(SPECS["llama"], torch.bfloat16)
+    low = eager_block(SPECS["llama"], torch.bfloat16)
     x, grad = inputs(torch.bfloat16)
     truth = results(twin(low, EagerBlock, torch.float64), x.detach().double().requires_grad_(), grad.double())
     rival, actual = results(low, x, grad), results(twin(low, backend="triton"), x, grad)
@@ -80,7 +65,7 @@ def test_low_precision_is_as_accurate_as_eager():
 
 
 def test_normed_rows_gate_and_up_reach_memory_only_where_they_are_saved(monkeypatch):
-    base = eager(SPECS["llama"], torch.float32)
+    base = eager_block(SPECS["llama"], torch.float32)
     x, grad = inputs(torch.float32)
     calls = []
     for name in ("activation", "activation_backward", "add_norm"):
@@ -90,7 +75,7 @@ def test_normed_rows_gate_and_up_reach_memory_only_where_they_are_saved(monkeypa
 
 
 def test_frozen_weights_and_autocast():
-    base = twin(eager(SPECS["llama"], torch.float32), backend="triton")
+    base = twin(eager_block(SPECS["llama"], torch.float32), backend="triton")
     x, grad = inputs(torch.float32)
     expected = results(base, x, grad)
     base.up_proj.requires_grad_(False)
