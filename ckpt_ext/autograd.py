@@ -26,6 +26,8 @@ What `BlockFunction` keeps:
     cos, sin          rope_dim * 4                       saved, one table for all blocks
     mask              8 (segments), heads * T (dense)    saved, one for all blocks
 
+A fused MLP (`ckpt_ext.fused_mlp`) makes no normed rows, and so saves the attention half's alone.
+
 itemsize is that of the branches; the log-sum-exp and the statistics are float32 (float64 in a float64 block). The three modes run the same
 operations on the same values, so their gradients are equal bit for bit.
 """

@@ -17,7 +17,7 @@ from .segments import Place
 from .sites import drops
 from .slicing import slicing
 from .spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, BackendName, BlockSpec, Policy, is_gated
-from .validate import bound, computable, instance, integer, is_integer, number, one_of, probability, window_size
+from .validate import bound, computable, instance, integer, is_integer, number, one_of, probability, score_scale, window_size
 from .weights import BlockWeights
 
 
@@ -89,7 +89,7 @@ def attention(
     window_size("window", window)
     bound("softcap", softcap)
     if scale is not None:
-        number("scale", scale)
+        score_scale("scale", scale)
     if sinks is not None:
         instance("sinks", sinks, Tensor)
         computable("q", q, {"sinks": sinks})

@@ -49,7 +49,7 @@ def attention_mask(
     """What blocks and `functional.attention` mask by, besides causality and window; None where nothing is given.
 
     Args:
-        segment_ids: integers `[B, T]` of 32 bits, the document of each token in a packed row; no attention crosses from one id to another.
+        segment_ids: integers `[B, T]`, the document of each token in a packed row; no attention crosses from one id to another.
             Negative: padding, which sees nothing and is not seen. A pair, `[B, Tq]` and `[B, Tk]`, where queries and keys differ.
         cu_seqlens: integers `[documents + 1]`, the bounds of the documents packed in a batch of one; needs `length`, the tokens in all.
             Tokens before the first bound and from the last on are padding.
@@ -85,7 +85,7 @@ def attention_mask(
     for name, ids in (("segment_ids of queries", queries), ("segment_ids of keys", keys)):
         if ids is not None and (ids.dim() != 2 or not is_integer(ids)):
             raise ValueError(f"{name} must be integers [B, T], got {ids.dtype} {list(ids.shape)}")
-    queries, keys = (None if ids is None else ids.to(torch.int32) for ids in (queries, keys))
+    queries, keys = _in_32_bits(queries, keys)
     if key_mask is not None:
         if keys is not None:
             _check_together("key_mask", key_mask, "segment_ids of keys", keys)
@@ -133,7 +133,7 @@ def _check_dense(mask: Tensor) -> None:
 
 
 def _segments_between(cu_seqlens: Tensor, length: int) -> Tensor:
-    """The document of each of `length` tokens, `[1, length]`, -1 outside of all bounds. Reads no value on the host."""
+    """The document of each of `length` tokens, int32 `[1, length]`, -1 outside of all bounds. Reads no value on the host."""
     integer("length", length)
     if length < 0:
         raise ValueError(f"length must not be negative, got {length}")
@@ -142,7 +142,21 @@ def _segments_between(cu_seqlens: Tensor, length: int) -> Tensor:
     bounds = cu_seqlens.to(torch.int64).contiguous()
     tokens = torch.arange(length, device=bounds.device)
     ids = torch.searchsorted(bounds, tokens, right=True) - 1
-    return torch.where(tokens < bounds[-1], ids, -1)[None]
+    return torch.where(tokens < bounds[-1], ids, -1)[None].to(torch.int32)
+
+
+def _in_32_bits(queries: Tensor | None, keys: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The ids in int32; those that might not fit are counted anew in each row, in their order, negative ones all as -1."""
+    if queries is None or keys is None:
+        return None, None
+    if max(queries.dtype.itemsize, keys.dtype.itemsize) <= 4 and torch.uint32 not in (queries.dtype, keys.dtype):
+        return queries.to(torch.int32), keys.to(torch.int32)
+    apart = queries is not keys
+    ids = torch.cat((queries.long(), keys.long()), 1) if apart else queries.long()
+    ordered, places = ids.sort(1)
+    ranks = torch.nn.functional.pad((ordered[:, 1:] != ordered[:, :-1]).to(torch.int32), (1, 0)).cumsum(1, dtype=torch.int32)
+    counted = torch.empty_like(ranks).scatter_(1, places, ranks).masked_fill_(ids < 0, -1)
+    return (counted[:, : queries.size(1)], counted[:, queries.size(1) :]) if apart else (counted, counted)
 
 
 def _check_together(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:

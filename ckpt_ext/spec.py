@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .validate import bound, instance, number, one_of, positive_int, probability, window_size
+from .validate import bound, instance, number, one_of, positive_int, probability, score_scale, window_size
 
 Norm = Literal["rms", "layer"]
 QkNorm = Literal["head", "row"]
@@ -102,7 +102,7 @@ class BlockSpec:
         window_size("window", self.window)
         bound("softcap", self.softcap)
         if self.attn_scale is not None:
-            number("attn_scale", self.attn_scale)
+            score_scale("attn_scale", self.attn_scale)
         one_of("activation", self.activation, (*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS))
         if not self.norm_eps >= 0:
             raise ValueError(f"norm_eps must be non-negative, got {self.norm_eps}")

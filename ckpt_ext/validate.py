@@ -37,6 +37,13 @@ def number(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a finite number, got {value!r}")
 
 
+def score_scale(name: str, value: object) -> None:
+    """Refuse a factor of scores that is no finite number, or so large that float32 scores could not be."""
+    number(name, value)
+    if not abs(value) <= 1e30:  # type: ignore[arg-type]
+        raise ValueError(f"{name} must be at most 1e30 in size, got {value}")
+
+
 def window_size(name: str, value: object) -> None:
     """Refuse a sliding window that is neither None nor a positive int."""
     if value is not None:

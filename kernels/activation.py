@@ -42,7 +42,7 @@ def _times_sigmoid(x, z, dz):
 
 
 @triton.jit
-def value_and_slope(x, POINTWISE: tl.constexpr):
+def _value_and_slope(x, POINTWISE: tl.constexpr):
     """f(x) and f'(x)."""
     if POINTWISE == "silu":
         value, slope = _times_sigmoid(x, x, 1.0)
@@ -66,6 +66,29 @@ def _positive(x):
 
 
 @triton.jit
+def hidden_layer(gate, up, GATED: tl.constexpr, POINTWISE: tl.constexpr):
+    """`f(gate) * up`, or `f(up)`; gate is of no meaning unless GATED."""
+    if GATED:
+        value, _ = _value_and_slope(gate, POINTWISE)
+        hidden = value * up
+    else:
+        hidden, _ = _value_and_slope(up, POINTWISE)
+    return hidden
+
+
+@triton.jit
+def differentiate(grad, gate, up, GATED: tl.constexpr, POINTWISE: tl.constexpr):
+    """`(dgate, dup, hidden)` of a hidden layer's gradient; dgate is of no meaning unless GATED."""
+    if GATED:
+        value, slope = _value_and_slope(gate, POINTWISE)
+        dgate, dup, hidden = grad * up * slope, grad * value, value * up
+    else:
+        hidden, slope = _value_and_slope(up, POINTWISE)
+        dgate, dup = grad, grad * slope
+    return dgate, dup, hidden
+
+
+@triton.jit
 def _activation_fwd(
     gate_ptr, up_ptr, hidden_ptr, state_ptr, num_rows, num_cols, mask_first_row, gate_strides, up_strides, hidden_strides,
     GATED: tl.constexpr, POINTWISE: tl.constexpr, HAS_DROPOUT: tl.constexpr, SITE: tl.constexpr, THRESHOLD: tl.constexpr,
@@ -74,12 +97,10 @@ def _activation_fwd(
     rows, first_col, mask = tile_of_program(num_rows, num_cols, BLOCK_M, BLOCK_N)
     element = (rows[:, None], (first_col + tl.arange(0, BLOCK_N))[None, :])
     up = tl.load(up_ptr + ptr_offset(element, up_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
+    gate = up
     if GATED:
         gate = tl.load(gate_ptr + ptr_offset(element, gate_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
-        value, _ = value_and_slope(gate, POINTWISE)
-        hidden = value * up
-    else:
-        hidden, _ = value_and_slope(up, POINTWISE)
+    hidden = hidden_layer(gate, up, GATED, POINTWISE)
     if HAS_DROPOUT:
         keep = keep_mask(state_ptr, mask_first_row + rows, first_col, num_cols, SITE, THRESHOLD, BLOCK_N)
         hidden = apply_dropout(hidden, keep, DROPOUT_SCALE)
@@ -101,15 +122,13 @@ def _activation_bwd(
         keep = keep_mask(state_ptr, mask_first_row + rows, first_col, num_cols, SITE, THRESHOLD, BLOCK_N)
         grad = apply_dropout(grad, keep, DROPOUT_SCALE)
     outputs = ptr_offset(element, hidden_strides)
+    gate = up
     if GATED:
         gate = tl.load(gate_ptr + ptr_offset(element, gate_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
-        value, slope = value_and_slope(gate, POINTWISE)
-        store(dgate_ptr + outputs, grad * up * slope, mask=mask)
-        store(dup_ptr + outputs, grad * value, mask=mask)
-        hidden = value * up
-    else:
-        hidden, slope = value_and_slope(up, POINTWISE)
-        store(dup_ptr + outputs, grad * slope, mask=mask)
+    dgate, dup, hidden = differentiate(grad, gate, up, GATED, POINTWISE)
+    if GATED:
+        store(dgate_ptr + outputs, dgate, mask=mask)
+    store(dup_ptr + outputs, dup, mask=mask)
     if HAS_DROPOUT:
         hidden = apply_dropout(hidden, keep, DROPOUT_SCALE)
     store(hidden_ptr + outputs, hidden, mask=mask)

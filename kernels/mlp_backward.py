@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import value_and_slope
+from .activation import differentiate
 from .dropout import dropout_state
 from .launch import launch
 from .mlp_tile import WRITTEN_COLS, Norm, gate_and_up, grouped_tile, halves, launch_arguments
@@ -48,15 +48,10 @@ def _write_gradients(
     if HAS_DROPOUT:
         keep = keep_mask(state_ptr, mask_first_row + rows, first_col, num_cols, SITE, THRESHOLD, BLOCK_N)
         grad = apply_dropout(grad, keep, DROPOUT_SCALE)
-    up = up.to(ACC)
+    dgate, dup, hidden = differentiate(grad, gate.to(ACC), up.to(ACC), GATED, POINTWISE)
     if GATED:
-        value, slope = value_and_slope(gate.to(ACC), POINTWISE)
-        store(dgate_ptr + outputs, grad * up * slope, mask=mask)
-        store(dup_ptr + outputs, grad * value, mask=mask)
-        hidden = value * up
-    else:
-        hidden, slope = value_and_slope(up, POINTWISE)
-        store(dup_ptr + outputs, grad * slope, mask=mask)
+        store(dgate_ptr + outputs, dgate, mask=mask)
+    store(dup_ptr + outputs, dup, mask=mask)
     if HAS_DROPOUT:
         hidden = apply_dropout(hidden, keep, DROPOUT_SCALE)
     store(hidden_ptr + outputs, hidden, mask=mask)

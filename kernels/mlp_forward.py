@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import value_and_slope
+from .activation import hidden_layer
 from .dropout import dropout_state
 from .launch import launch
 from .mlp_tile import WRITTEN_COLS, Norm, gate_and_up, grouped_tile, halves, launch_arguments
@@ -48,12 +48,7 @@ def _write_hidden(
         tl.store(up_ptr + outputs, up, mask=mask)
         if GATED:
             tl.store(gate_ptr + outputs, gate, mask=mask)
-    up = up.to(ACC)
-    if GATED:
-        value, _ = value_and_slope(gate.to(ACC), POINTWISE)
-        hidden = value * up
-    else:
-        hidden, _ = value_and_slope(up, POINTWISE)
+    hidden = hidden_layer(gate.to(ACC), up.to(ACC), GATED, POINTWISE)
     if HAS_DROPOUT:
         keep = keep_mask(state_ptr, mask_first_row + rows, first_col, num_cols, SITE, THRESHOLD, BLOCK_N)
         hidden = apply_dropout(hidden, keep, DROPOUT_SCALE)

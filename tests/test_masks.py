@@ -147,3 +147,16 @@ def test_what_is_refused(given, error, message):
 def test_what_does_not_fit_is_refused_by_name(data, message):
     with pytest.raises(ValueError, match=message):
         seen(data)
+
+
+def test_ids_of_64_bits_keep_apart_what_differs():
+    """Such as hashes of documents, whose lower halves may be equal."""
+    ids = torch.tensor([[2**40 + 1, 2**40 + 1, 1, -(2**33), 2**33 + 1], [5, 5, 4, 4, 5]])
+    mask = attention_mask(segment_ids=ids)
+    assert mask.query_segments.dtype == torch.int32
+    assert mask.query_segments.tolist() == [[3, 3, 1, -1, 2], [1, 1, 0, 0, 1]]
+    pair = attention_mask(segment_ids=(ids[:, :2], ids))
+    same = (pair.query_segments[:, :, None] == pair.key_segments[:, None]) & (pair.key_segments >= 0)[:, None]
+    assert torch.equal(same, (ids[:, :2, None] == ids[:, None]) & (ids >= 0)[:, None])
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert attention_mask(segment_ids=mode.from_tensor(ids)).key_segments.shape == ids.shape

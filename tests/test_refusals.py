@@ -74,6 +74,7 @@ def test_attention_refuses():
         ((q, k, v[:, :, 1:]), {}, r"v must have k's shape \[2, 2, 7, 16\], got \[2, 2, 6, 16\]"),
         ((q, k[..., 1:], v[..., 1:]), {}, "k must have q's batch and head size 2 and 16"),
         ((q[:, :3], k, v), {}, "k must have a number of heads that divides q's 3, got 2"),
+        ((q, k, v), {"scale": -1e300}, "scale must be at most 1e30 in size, got -1e\\+300"),
         ((q, k, v), {"scale": torch.tensor(0.5)}, "scale must be a finite number"),
         ((q, None, v), {}, "k must be a Tensor, got None"),
         ((q, k, v), {"sinks": [0.0]}, r"sinks must be a Tensor, got \[0.0\]"),
