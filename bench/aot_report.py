@@ -1,7 +1,9 @@
 """The table of `bench.aot` as text, JSON and Markdown."""
 
+import contextlib
 import json
 import platform
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -47,6 +49,8 @@ def line(row: dict) -> str:
 def write(folder: Path, table: list[dict], command: str) -> None:
     """Write `report.json` and `report.md` to `folder`."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        versions["liger-kernel"] = metadata.version("liger-kernel")
     folder.mkdir(parents=True, exist_ok=True)
     head = {"command": command, "versions": versions, "columns": list(table[0]) if table else []}
     rows = ",\n".join(json.dumps(list(row.values())) for row in table)  # a line a row, so that a difference can be read

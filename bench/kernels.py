@@ -19,7 +19,8 @@ from bench import elementwise, peers
 from bench.clock import Work
 from bench.functions import Tensors, case, differentiated, draw
 from bench.harness import Case, Provider, main
-from ckpt_ext import functional
+from ckpt_ext import functional, reference
+from ckpt_ext.masks import Mask
 
 SDPA = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION, "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -50,13 +51,6 @@ def heads_inputs(shape: Heads) -> tuple[Tensors, Tensor]:
     return {"q": one(shape.heads, 0), "k": one(shape.kv_heads, 1), "v": one(shape.kv_heads, 2)}, one(shape.heads, 3)
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention with every weight in memory."""
-    k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
-    hidden = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).triu(1)
-    return (q @ k.mT * q.size(-1) ** -0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ v
-
-
 def attention_case(shape: Heads, check_shape: Heads, only: str) -> Case:
     """Causal attention, forward or backward."""
     grouped = shape.heads != shape.kv_heads
@@ -79,7 +73,7 @@ def attention_case(shape: Heads, check_shape: Heads, only: str) -> Case:
     products = 2 if only == "forward" else 5
     return case(
         f"attention {only} D={shape.head_dim} T={shape.length} B={shape.batch} heads {shape.heads}/{shape.kv_heads}", shape, check_shape,
-        heads_inputs, written_out, functions, only,
+        heads_inputs, partial(reference.attention, mask=Mask(causal=True)), functions, only,
         terms=shape.head_dim + check_shape.length * (shape.heads // shape.kv_heads),
         flops=products * shape.batch * shape.heads * shape.length**2 * shape.head_dim,
     )  # fmt: skip

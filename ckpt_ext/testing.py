@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import reference, rng
+from .masks import attention_mask, full_mask
 from .modules import EagerBlock, TransformerBlock
+from .rng import Dropout, Site
 from .spec import BlockSpec
 from .validate import widened
 
@@ -52,10 +56,10 @@ def assert_accurate(actual: Tensor, eager: Tensor, truth: Tensor, *, terms: int 
     assert error <= 2 * eager_error + rounding, f"error {error:.3g} > 2 * {eager_error:.3g} (eager) + {rounding:.3g} (rounding)"
 
 
-def eager_block(spec: BlockSpec, dtype: torch.dtype = torch.float64) -> EagerBlock:
+def eager_block(spec: BlockSpec, dtype: torch.dtype = torch.float64, device: str | None = None) -> EagerBlock:
     """An eager block of random parameters, always the same. None is a plain 1 or 0, which would hide that it is not used."""
     torch.manual_seed(3)
-    block = EagerBlock(spec, dtype=dtype)
+    block = EagerBlock(spec, dtype=dtype, device=device)
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -69,3 +73,55 @@ def twin(
     other = kind(block.spec, dtype=dtype or block.q_proj.weight.dtype, **arguments)
     other.load_state_dict(block.state_dict())
     return other
+
+
+def on_both(cpu: list[tuple], gpu: list[tuple]) -> list[Any]:
+    """Parameters of a test, device first: few and small ones for the interpreter, and those of a GPU."""
+    import pytest
+
+    from .kernels.launch import INTERPRETED
+
+    usable = torch.cuda.is_available() and not INTERPRETED
+    marks = [pytest.mark.gpu, pytest.mark.skipif(not usable, reason="needs a GPU, and Triton without its interpreter")]
+    skip = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+    return [pytest.param("cpu", *case, marks=skip) for case in cpu] + [pytest.param("cuda", *case, marks=marks) for case in gpu]
+
+
+def draw(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Random numbers that depend on `seed` alone."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device, dtype=widened(dtype)).to(dtype)
+
+
+def gradients(
+    function: Callable[..., Tensor], inputs: Iterable[Tensor], grad: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
+    """The output of `function` and the gradients of all inputs, computed in `dtype`; masks as after one seed."""
+    leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
+    torch.manual_seed(7)
+    y = function(*leaves)
+    return y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))
+
+
+def heads(
+    device: str, dtype: torch.dtype, batch: int, heads: int, kv_heads: int, query_count: int, key_count: int, head_dim: int
+) -> tuple[list[Tensor], Tensor]:
+    """q, k and v as projections leave them, and the output's gradient."""
+    shapes = [(query_count, heads), (key_count, kv_heads), (key_count, kv_heads), (query_count, heads)]
+    drawn = (
+        draw(batch, length, count, head_dim, device=device, dtype=dtype, seed=seed).transpose(1, 2)
+        for seed, (length, count) in enumerate(shapes)
+    )
+    *inputs, grad = drawn
+    return inputs, grad
+
+
+def eager_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *,
+    causal: bool = True, p: float = 0.0, window: int | None = None, softcap: float | None = None, **conditions: Any,
+) -> Tensor:  # fmt: skip
+    """Attention with every weight in memory, and the dropout masks that the kernels draw in `gradients`."""
+    shape = (*q.shape[:3], k.size(2))
+    mask = full_mask(attention_mask(**conditions), causal=causal, window=window, shape=shape, device=q.device)
+    dropout = Dropout(rng.reserve(q.device), p, Site.FUNCTIONAL) if p else None
+    return reference.attention(q, k, v, mask=mask, softcap=softcap, sinks=sinks, dropout=dropout)

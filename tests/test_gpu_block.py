@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from ckpt_ext import BlockSpec, EagerBlock, Policy, TransformerBlock, extension
 from ckpt_ext.kernels.launch import INTERPRETED
 from ckpt_ext.memory import LiveStorages
-from ckpt_ext.testing import assert_accurate
+from ckpt_ext.testing import assert_accurate, eager_block, twin
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 SAVES = ("input", "attention", "all")
@@ -36,12 +36,7 @@ def spec_on(device: str) -> BlockSpec:
 
 
 def build(spec, device, dtype=BF16, kind=TransformerBlock, **arguments):
-    torch.manual_seed(3)
-    block = kind(spec, device=device, dtype=dtype, **arguments)
-    with torch.no_grad():  # norms with a scale of one would hide a wrong weight
-        for parameter in block.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return block
+    return twin(eager_block(spec, dtype, device), kind, device=device, **arguments)
 
 
 def inputs(spec, device, dtype=BF16, batch=2, length=None):
