@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=32768, help="tokens")
     parser.add_argument("--frozen", action="store_true", help="parameters need no gradient, as in adapter training")
-    parser.add_argument("--slices", type=int, default=None, help="of our blocks; chosen by shape where not given")
+    parser.add_argument("--slices", type=int, default="auto", help="of our blocks; auto chooses by shape")
     args = parser.parse_args()
 
     def ours(save: str) -> Callable[[], nn.Module]:

@@ -8,7 +8,7 @@ kept in float32 between slices.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -28,13 +28,13 @@ class Slicing(NamedTuple):
     head_groups: int
 
 
-def slicing(spec: BlockSpec, tokens: int, device: torch.device, slices: int | None) -> Slicing:
+def slicing(spec: BlockSpec, tokens: int, device: torch.device, slices: int | Literal["auto"]) -> Slicing:
     """The slicing of a block of `tokens` tokens in `slices` slices, with at most as many groups of heads.
 
-    None chooses as many as bring the MLP's intermediates near the size of one block input: gate, up, hidden and the gradient of hidden are
+    "auto" chooses as many as bring the MLP's intermediates near the size of one block input: gate, up, hidden and the gradient of hidden are
     alive together, about `4 * hidden_dim / dim` inputs of the slice.
     """
-    if slices is None:
+    if slices == "auto":
         wanted = max(1, round(4 * spec.hidden_dim / spec.dim))
         size = max(_LEAST_ROWS["cpu" if device.type == "cpu" else "other"], -(-tokens // wanted))
         return Slicing(size, _divisor(spec.kv_heads, _HEAD_GROUPS if tokens > size else 1))

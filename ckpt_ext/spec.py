@@ -141,11 +141,16 @@ class Policy:
     """
 
     save: Save = "input"
-    slices: int | None = None
+    slices: int | Literal["auto"] = "auto"
     """Slices of tokens that the MLP half is run in, and at most as many groups of heads in the attention half's backward: more mean less
-    memory. None chooses by shape and device (`ckpt_ext.slicing`). Bits are equal between policies of equal slices."""
+    memory. "auto" chooses by shape and device (`ckpt_ext.slicing`). Bits are equal between policies of equal slices."""
+    offload: bool = False
+    """Whether the input waits for backward in the host's memory (`ckpt_ext.offload`)."""
 
     def __post_init__(self) -> None:
         one_of("save", self.save, get_args(Save))
-        if self.slices is not None:
+        if self.slices != "auto":
             positive_int("slices", self.slices)
+        instance("offload", self.offload, bool)
+        if self.offload and self.save == "all":
+            raise ValueError('offload must be False where save="all" keeps what is far larger than the input, got True')

@@ -16,7 +16,7 @@ LAYERS = [
     {"reference", "memory"},
     {"kernels"},
     {"backends"},
-    {"rope", "partition", "slicing", "gradients", "call", "fused_mlp", "attention_half", "mlp_half", "run"},
+    {"rope", "partition", "costs", "slicing", "gradients", "call", "fused_mlp", "attention_half", "mlp_half", "run"},
     {"segments"},
     {"autograd", "cross_entropy"},
     {"functional"},
