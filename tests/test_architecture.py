@@ -12,11 +12,11 @@ import ckpt_ext
 PACKAGE = Path(ckpt_ext.__file__).parent
 # From the bottom up; a module may import from lower layers and its own. What several layers share stands below all of them.
 LAYERS = [
-    {"validate", "spec", "extension", "philox", "rng", "masks", "scoring", "sites", "guards", "projections", "weights"},
-    {"reference", "memory"},
+    {"validate", "spec", "host", "storages", "extension", "philox", "rng", "masks", "scoring", "sites", "guards", "projections", "weights"},
+    {"reference", "memory", "ledger"},
     {"kernels"},
     {"backends"},
-    {"rope", "partition", "costs", "slicing", "gradients", "call", "fused_mlp", "attention_half", "mlp_half", "run"},
+    {"rope", "partition", "costs", "slicing", "gradients", "call", "fused_mlp", "attention_half", "mlp_half", "mlp_columns", "mlp_products", "run"},
     {"segments"},
     {"autograd", "cross_entropy"},
     {"functional"},
