@@ -13,14 +13,15 @@ PACKAGE = Path(ckpt_ext.__file__).parent
 # From the bottom up; a module may import from lower layers and its own. What several layers share stands below all of them.
 LAYERS = [
     {"validate", "spec", "host", "storages", "extension", "philox", "rng", "masks", "scoring", "sites", "guards", "projections", "weights"},
-    {"reference", "memory", "ledger"},
+    {"reference", "memory", "ledger", "tracing"},
     {"kernels"},
     {"backends"},
-    {"rope", "partition", "costs", "slicing", "gradients", "call", "fused_mlp", "attention_half", "mlp_half", "mlp_columns", "mlp_products", "run"},
+    {"rope", "partition", "slicing", "gradients", "call", "fused_mlp", "attention_half", "mlp_half", "mlp_columns", "mlp_products", "run"},
     {"segments"},
     {"autograd", "cross_entropy"},
     {"functional"},
     {"adopt", "modules"},
+    {"shapes", "budget", "costs", "stock"},
     {"sequential", "testing"},
     {"integrations"},
     {"text", "training", "machine", "doctor", "compare_config", "compare", "compare_report"},

@@ -141,11 +141,15 @@ class Backend(Protocol):
 
 
 def select(name: BackendName, device: torch.device) -> Backend:
-    """The backend of that name for tensors on `device`; "auto" is Triton on a GPU and ATen elsewhere.
+    """The backend of that name for tensors on `device`; "auto" is Triton on a GPU, allocations alone for meta tensors, ATen elsewhere.
 
     Raises ValueError for an unknown name, RuntimeError where an explicit "triton" cannot run: it never falls back.
     """
     one_of("backend", name, get_args(BackendName))
+    if name == "auto" and device.type == "meta":
+        from . import outline
+
+        return outline
     if name == "aten" or (name == "auto" and device.type != "cuda"):
         from . import aten
 
