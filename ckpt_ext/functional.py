@@ -44,7 +44,7 @@ def block(
     policy = policy or Policy()
     call = BlockCall(
         spec, policy.save, select(backend, x.device), layout, _branch_dtype(x),
-        slicing(spec, x.size(0) * x.size(1), x.device, policy.slices),
+        slicing(spec, x.size(0) * x.size(1), x.device, policy.slices, _branch_dtype(x), weights),
     )  # fmt: skip
     full_mask(mask, causal=spec.causal, window=spec.window, shape=(x.size(0), spec.heads, x.size(1), x.size(1)), device=x.device)
     state = rng.reserve(x.device) if training and drops(spec) else None

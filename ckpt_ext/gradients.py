@@ -1,9 +1,9 @@
-"""Gradients of a block's parameters on their way: collected by part, and summed over slices of tokens."""
+"""Gradients of a block's parameters on their way: collected by part, summed over slices of tokens or put together of slices of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,23 @@ Gradients = dict[str, Sequence[Tensor | None]]
 """Gradients of a block's parts by name (`weights.BlockWeights`), each in the order of the part's tensors."""
 
 
+class Products(Protocol):
+    """What takes the gradients of projections as they come."""
+
+    def add_product(self, part: str, projection: Projection, grad: Tensor, x: Tensor, needs: Sequence[bool]) -> None:
+        """Take the gradients of a projection of rows `x` for `grad` of its output."""
+        ...
+
+
+class Places(NamedTuple):
+    """Where the gradients of the parts of an MLP go, each whole: nothing is summed. None where a gradient is not needed."""
+
+    tensors: Mapping[str, Sequence[Tensor | None]]
+
+    def add_product(self, part: str, projection: Projection, grad: Tensor, x: Tensor, needs: Sequence[bool]) -> None:
+        projection.write_grads(grad, x, self.tensors[part])
+
+
 class GradientSums:
     """Sums over `slices` slices, in float32 or wider between them; a lone slice's gradients stay as they come."""
 
@@ -22,16 +39,22 @@ class GradientSums:
         self._sums: Gradients = {}
 
     def add_product(self, part: str, projection: Projection, grad: Tensor, x: Tensor, needs: Sequence[bool]) -> None:
-        """Add the gradients of a projection of rows `x` for `grad` of its output."""
         onto = self._sums.get(part)
-        grads = projection.grad_tensors(grad, x, needs, onto)
-        self._sums[part] = grads if onto is not None else self._widened(grads)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        if onto is None and self._sliced and grad.dtype != wide:  # else a whole product would be alive beside its copy
+            onto = [
+                None if t is None or not need else torch.zeros_like(t, dtype=wide, memory_format=torch.contiguous_format)
+                for t, need in zip(projection.tensors, needs, strict=True)
+            ]
+        self._sums[part] = projection.grad_tensors(grad, x, needs, onto)
 
     def add(self, part: str, grads: Sequence[Tensor | None]) -> None:
         """Add gradients that are at hand."""
         onto = self._sums.get(part)
         if onto is None:
-            self._sums[part] = self._widened(grads)
+            self._sums[part] = [
+                g if g is None or not self._sliced else g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads
+            ]
         else:
             for total, grad in zip(onto, grads, strict=True):
                 if total is not None and grad is not None:
@@ -40,11 +63,6 @@ class GradientSums:
     def finish(self, weights: object) -> Gradients:
         """Each sum in the dtype of its tensor in `weights`, whose attributes have the parts' names. Empties this."""
         return {part: in_dtype_of(self._sums.pop(part), getattr(weights, part)) for part in list(self._sums)}
-
-    def _widened(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        if not self._sliced:
-            return grads
-        return [None if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
 
 
 def in_dtype_of(grads: Sequence[Tensor | None], part: Any) -> list[Tensor | None]:

@@ -1,19 +1,21 @@
 """The MLP half of a block: `mid = x + drop(branch)`, which ends the attention half, and `y = mid + drop(mlp(norm(mid)))` with
-`mlp(n) = down(drop(f(gate(n)) * up(n)))`, forward and backward on plain tensors, a slice of tokens at a time."""
+`mlp(n) = down(drop(f(gate(n)) * up(n)))`, forward and backward on plain tensors, a slice of tokens at a time.
+
+Where `Slicing` says so and no fused kernel makes the hidden layer, it goes by slices of that instead (`ckpt_ext.mlp_columns`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from . import mlp_columns
 from .call import BlockCall, Shared, flat
 from .fused_mlp import FusedHidden, fused_hidden
 from .gradients import Gradients, GradientSums
-from .projections import Projection
+from .mlp_products import place_of, through_mlp
 from .rng import Dropout
 from .sites import BlockDropout
 from .slicing import spans
@@ -29,17 +31,6 @@ def internals_of(*, gated: bool, fused: bool) -> tuple[str, ...]:
     return ("mid", *(() if fused else ("normed",)), "stats", "up", *(("gate",) if gated else ()))
 
 
-class MlpWeights(Protocol):
-    """The projections of an MLP; `gate` is None in a plain one."""
-
-    @property
-    def gate(self) -> Projection | None: ...
-    @property
-    def up(self) -> Projection: ...
-    @property
-    def down(self) -> Projection: ...
-
-
 def forward(
     call: BlockCall, weights: BlockWeights, branch: Tensor, x: Tensor, shared: Shared
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
@@ -49,7 +40,9 @@ def forward(
     """
     rows, dropout, keep = flat(x), shared.dropout(call.spec), call.save == "all"
     fused = _fused(call, weights, x.device)
-    place = None if keep else _place(branch, rows)
+    if _by_columns(call, fused):
+        return mlp_columns.forward(call, weights, branch, x, shared)
+    place = None if keep else place_of(branch, rows)
     slices = list(spans(rows.size(0), call.slicing.tokens))
     y, kept = _Assembly(rows, len(slices), place), []
     for span in slices:
@@ -90,7 +83,10 @@ def rebuild(
 
 def unpack(call: BlockCall, weights: BlockWeights, tensors: list[Tensor]) -> list[dict[str, Tensor]]:
     """The internals of each slice by name, out of all their tensors in a row."""
-    names = internals_of(gated=weights.gate is not None, fused=_fused(call, weights, tensors[0].device) is not None)
+    fused = _fused(call, weights, tensors[0].device)
+    if _by_columns(call, fused):
+        return mlp_columns.unpack(weights, tensors)
+    names = internals_of(gated=weights.gate is not None, fused=fused is not None)
     starts = range(0, len(tensors), len(names))
     return [dict(zip(names, tensors[start : start + len(names)], strict=True)) for start in starts]
 
@@ -105,7 +101,9 @@ def backward(
     """
     rows, grad_rows, dropout = flat(x), flat(grad_y), shared.dropout(call.spec)
     fused = _fused(call, weights, x.device)
-    place = None if branch is None else _place(branch, rows)
+    if _by_columns(call, fused):
+        return mlp_columns.backward(call, weights, needs, needs_mid, grad_y, branch, x, kept, shared)
+    place = None if branch is None else place_of(branch, rows)
     slices = list(spans(rows.size(0), call.slicing.tokens))
     grad_mid = _Assembly(rows, len(slices), place)
     sums = GradientSums(len(slices))
@@ -151,34 +149,15 @@ def _normed(call: BlockCall, weights: BlockWeights, internals: dict[str, Tensor]
     return call.backend.norm(mid, *weights.mlp_norm, call.norm)[0].to(call.dtype)
 
 
-def through_mlp(
-    weights: MlpWeights, needs: Mapping[str, Sequence[bool]], needs_rows: bool, grad: Tensor, sums: GradientSums, *,
-    differentiate: Callable[[Tensor], tuple[Tensor | None, Tensor, Tensor]], rows: Callable[[], Tensor],
-) -> Tensor | None:  # fmt: skip
-    """From `grad [N, dim]` of an MLP's output: the gradient of its rows (None unless `needs_rows`); its projections' go to `sums`.
-
-    `differentiate` takes the gradient of the hidden layer to `(grad_gate, grad_up, hidden)`; `rows` gives what gate and up are taken of.
-    """
-    grad_gate, grad_up, hidden = differentiate(weights.down.grad_input(grad))
-    sums.add_product("down", weights.down, grad, hidden, needs["down"])
-    del hidden
-    of = rows()
-    sums.add_product("up", weights.up, grad_up, of, needs["up"])
-    grad_rows = weights.up.grad_input(grad_up) if needs_rows else None
-    del grad_up
-    if weights.gate is not None:
-        assert grad_gate is not None
-        sums.add_product("gate", weights.gate, grad_gate, of, needs["gate"])
-        if needs_rows:
-            grad_rows = weights.gate.grad_input(grad_gate, into=grad_rows)
-    return grad_rows
-
-
 def _fused(call: BlockCall, weights: BlockWeights, device: torch.device) -> FusedHidden | None:
     return fused_hidden(
         call.backend, weights.gate, weights.up, pointwise(call.spec.activation), call.dtype, device,
         norm=call.norm, norm_weights=weights.mlp_norm,
     )  # fmt: skip
+
+
+def _by_columns(call: BlockCall, fused: FusedHidden | None) -> bool:
+    return call.slicing.hidden is not None and fused is None
 
 
 class _Assembly:
@@ -196,11 +175,6 @@ class _Assembly:
             self.whole = rows
         else:
             self.whole[span] = rows
-
-
-def _place(branch: Tensor, rows: Tensor) -> Tensor | None:
-    """Where rows of the stream may lie instead of `branch`, which autocast may have made of another dtype."""
-    return branch if branch.dtype == rows.dtype and branch.is_contiguous() else None
 
 
 def _rows_from(dropout: Dropout | None, span: slice) -> Dropout | None:

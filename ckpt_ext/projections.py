@@ -6,11 +6,14 @@ differentiates them) and its kind (static), and is put together again inside by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+_STRETCH, _TILE = 1 << 23, 128
+"""Elements of a product on their way to a sum of a wider dtype, and rows of a library's tile."""
 
 
 class Kind(Protocol):
@@ -18,6 +21,16 @@ class Kind(Protocol):
 
     arity: int
     """How many tensors, or Nones in their place, the projection has."""
+    cuttable: bool
+    """Whether `rows` and `columns` may be asked for."""
+
+    def rows(self, tensors: Sequence[Tensor | None], span: slice) -> list[Tensor | None]:
+        """Views of `tensors`, or of tensors of the same shapes: those of the projection to the outputs in `span` alone."""
+        ...
+
+    def columns(self, tensors: Sequence[Tensor | None], span: slice) -> list[Tensor | None]:
+        """The same of the projection from the inputs in `span`. Outputs of pieces add up to the whole's: a bias goes with input 0."""
+        ...
 
     def bind(self, tensors: Sequence[Tensor | None]) -> Projection:
         """The projection of this kind over `tensors`."""
@@ -48,9 +61,21 @@ class Projection(Protocol):
         """
         ...
 
+    def write_grads(self, grad: Tensor, x: Tensor, places: Sequence[Tensor | None]) -> None:
+        """Write the gradient of each of `tensors` to its place, in the dtype of that; no work where there is None."""
+        ...
+
 
 class _DenseKind:
     arity = 2
+    cuttable = True
+
+    def rows(self, tensors: Sequence[Tensor | None], span: slice) -> list[Tensor | None]:
+        return [None if t is None else t[span] for t in tensors]
+
+    def columns(self, tensors: Sequence[Tensor | None], span: slice) -> list[Tensor | None]:
+        weight, bias = tensors
+        return [None if weight is None else weight[:, span], None if span.start else bias]
 
     def bind(self, tensors: Sequence[Tensor | None]) -> Dense:
         weight, bias = tensors
@@ -91,14 +116,31 @@ class Dense(NamedTuple):
             grad_bias = grad.sum(0) if bias_onto is None else bias_onto.add_(grad.sum(0))
         return [grad_weight, grad_bias]
 
+    def write_grads(self, grad: Tensor, x: Tensor, places: Sequence[Tensor | None]) -> None:
+        weight, bias = places
+        if weight is not None and weight.dtype == grad.dtype:
+            torch.mm(grad.T, x, out=weight)
+        elif weight is not None:
+            weight.copy_(grad.T @ x)
+        if bias is not None:
+            bias.copy_(grad.sum(0))
+
 
 def product(a: Tensor, b: Tensor, onto: Tensor | None) -> Tensor:
-    """`a @ b`, added to `onto` in place where that is given."""
+    """`a @ b`, added to `onto` in place where that is given; to one of a wider dtype a stretch of rows at a time."""
     if onto is None:
         return a @ b
     if onto.dtype == a.dtype:
         return torch.addmm(onto, a, b, out=onto)
-    return onto.add_(a @ b)
+    for rows in stretches(*onto.shape):
+        onto[rows].add_(a[rows] @ b)
+    return onto
+
+
+def stretches(rows: int, columns: int) -> Iterator[slice]:
+    """Rows of a matrix in stretches of so few elements that a copy of one is small beside a weight, in whole tiles of a product."""
+    size = max(1, _STRETCH // max(1, columns) // _TILE) * _TILE
+    yield from (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
 _DENSE = _DenseKind()

@@ -63,4 +63,6 @@ def _lengths(chain: Sequence[TransformerBlock], x: Tensor, segments: int | Liter
         return [len(chain)]
     tokens = x.size(0) * x.size(1)
     inputs = [tokens * block.spec.dim * x.element_size() for block in chain]
-    return least_peak_lengths(inputs, [working_set(block.spec, tokens, x.element_size()) for block in chain])
+    trained = [any(parameter.requires_grad for parameter in block.parameters()) for block in chain]
+    working_sets = [working_set(b.spec, tokens, x.element_size(), trained=t) for b, t in zip(chain, trained, strict=True)]
+    return least_peak_lengths(inputs, working_sets)

@@ -142,8 +142,10 @@ class Policy:
 
     save: Save = "input"
     slices: int | Literal["auto"] = "auto"
-    """Slices of tokens that the MLP half is run in, and at most as many groups of heads in the attention half's backward: more mean less
-    memory. "auto" chooses by shape and device (`ckpt_ext.slicing`). Bits are equal between policies of equal slices."""
+    """At most how many slices the MLP half is run in, and groups of heads the attention half's backward: more mean less memory. "auto"
+    chooses by shape and device. The MLP's slices are of tokens or of hidden units, whichever is modelled to take less for the shape and for
+    what of it is trained (`ckpt_ext.slicing`); always of tokens where `mlp_dropout` is above zero and where a fused kernel makes the hidden
+    layer. Bits are equal between policies of equal slices, where the same weights are trained."""
     offload: bool = False
     """Whether the input waits for backward in the host's memory (`ckpt_ext.offload`)."""
 
