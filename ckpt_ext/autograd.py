@@ -5,6 +5,7 @@ What `BlockFunction` keeps:
     tensor            bytes a token                      save="input"   "attention"   "all"
     ----------------------------------------------------------------------------------------
     x                 dim * itemsize                     saved          saved         saved
+                                                         (or in host memory)
     RNG state         16 a block, if dropout is on       saved          saved         saved
     attention out     heads * head_dim * itemsize        recomputed     saved         saved
     log-sum-exp       heads * 4                          recomputed     saved         saved
@@ -47,6 +48,7 @@ from .fused_mlp import fused_hidden
 from .gradients import GradientSums
 from .guards import differentiable_once, own, without_autocast
 from .masks import AttentionMask, full_mask
+from .offload import park, saved_by
 from .projections import Dense, Projection
 from .rng import Dropout, Site
 from .run import kept_names, run_block
@@ -60,7 +62,8 @@ _SHARED = len(Shared._fields)
 class BlockFunction(torch.autograd.Function):
     """`y = apply(call, place, x, *shared, *tensors)`; `call.layout` tells what the parameters `tensors` are.
 
-    `place` is the block's in a segment, or None: behind the first block of a segment x is not saved, but made again when it is needed.
+    `place` is the block's in a segment, or None: behind the first block of a segment x is not saved, but made again when it is needed;
+    where `call.offload` it waits in the host's memory.
 
     Every parameter is an input, so its gradient is returned, once; a change in place between forward and backward is detected; and y
     requires grad when any of them does. Double backward raises RuntimeError.
@@ -71,8 +74,11 @@ class BlockFunction(torch.autograd.Function):
         shared, tensors = Shared(*inputs[:_SHARED]), inputs[_SHARED:]
         with without_autocast(x):
             y, kept = run_block(call, call.layout.bind(tensors), x, shared)
+        keeps_input = place is None or place.is_first
         ctx.call, ctx.place = call, place
-        ctx.save_for_backward(x if place is None or place.is_first else None, *inputs, *kept)
+        ctx.parked = park(x) if keeps_input and call.offload else None
+        ctx.has_saved_input = keeps_input and ctx.parked is None
+        ctx.save_for_backward(x if ctx.has_saved_input else None, *inputs, *kept)
         if place is not None:
             place.segment.join(ctx, call, inputs)
         return own(y)
@@ -82,7 +88,7 @@ class BlockFunction(torch.autograd.Function):
     def backward(ctx, grad_y: Tensor):
         call: BlockCall = ctx.call
         _, _, needs_x, *needs_inputs = ctx.needs_input_grad
-        x, *rest = ctx.saved_tensors if ctx.place is None else ctx.place.saved_tensors(ctx)
+        x, *rest = saved_by(ctx) if ctx.place is None else ctx.place.saved_tensors(ctx)
         inputs, kept = rest[: len(needs_inputs)], rest[len(needs_inputs) :]
         del rest
         shared, tensors, needs_tensors = Shared(*inputs[:_SHARED]), inputs[_SHARED:], needs_inputs[_SHARED:]

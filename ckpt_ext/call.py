@@ -59,6 +59,8 @@ class BlockCall:
     dtype: torch.dtype
     """What the branches compute in. The residual stream, x to mid to y, keeps x's dtype."""
     slicing: Slicing
+    offload: bool = False
+    """Whether x waits in the host's memory."""
 
     @property
     def norm(self) -> NormSpec:

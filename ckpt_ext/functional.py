@@ -45,12 +45,16 @@ def block(
     call = BlockCall(
         spec, policy.save, select(backend, x.device), layout, _branch_dtype(x),
         slicing(spec, x.size(0) * x.size(1), x.device, policy.slices, _branch_dtype(x), weights),
+        policy.offload,
     )  # fmt: skip
     full_mask(mask, causal=spec.causal, window=spec.window, shape=(x.size(0), spec.heads, x.size(1), x.size(1)), device=x.device)
     state = rng.reserve(x.device) if training and drops(spec) else None
     shared = Shared(*rope.table(spec, x.size(1), call.dtype, x.device), state, *(mask or AttentionMask()))
     if _differentiated(x, *tensors):
-        return BlockFunction.apply(call, place, x, *shared, *tensors)
+        # A graph cannot hold what waits elsewhere. The decorator would import the compiler with this package.
+        disable = policy.offload and torch.compiler.is_compiling()
+        apply = torch.compiler.disable(BlockFunction.apply) if disable else BlockFunction.apply
+        return apply(call, place, x, *shared, *tensors)
     with without_autocast(x):
         return run_block(call, weights, x, shared)[0]
 

@@ -24,7 +24,8 @@ def differentiable_once(backward: Callable) -> Callable:
     """Decorates a Function's backward: it runs without grad, and a derivative of its result raises RuntimeError.
 
     torch's `once_differentiable` lets a gradient of a constant `grad_output` pass as a constant, so that a gradient penalty would be lost
-    in silence; here it stays a function of every saved tensor that requires grad.
+    in silence; here it stays a function of every saved tensor that requires grad. `create_graph` raises at once for a Function whose input
+    is not saved (`ctx.has_saved_input`), for nothing could stand for that.
     """
 
     @functools.wraps(backward)
@@ -33,6 +34,8 @@ def differentiable_once(backward: Callable) -> Callable:
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():  # create_graph=False
             return results
+        if not getattr(ctx, "has_saved_input", True):
+            raise RuntimeError("create_graph must be False behind blocks that are offloaded or in a segment: they have no double backward")
         sources = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
         return tuple(None if result is None else _RefuseTwice.apply(result, *sources) for result in results)
 

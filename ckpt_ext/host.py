@@ -22,9 +22,9 @@ def is_buffer(func: object) -> bool:
 @torch.library.impl(_library, "host_buffer", "CompositeExplicitAutograd")
 def _host_buffer(x: Tensor) -> Tensor:
     # PyTorch's allocator of page-locked memory keeps what is freed for the next step.
-    return torch.empty_like(x, device="cpu", pin_memory=x.device.type != "cpu")
+    return torch.empty_like(x, device="meta" if x.device.type == "meta" else "cpu", pin_memory=x.device.type not in ("cpu", "meta"))
 
 
 @torch.library.register_fake("ckpt_ext::host_buffer", lib=_library)
 def _fake_host_buffer(x: Tensor) -> Tensor:
-    return torch.empty_like(x, device="cpu")
+    return torch.empty_like(x, device="meta" if x.device.type == "meta" else "cpu")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .call import BlockCall, Shared
 from .guards import without_autocast
+from .offload import saved_by
 from .run import run_block
 
 
@@ -59,7 +60,7 @@ class Segment:
     def take_first(self, node: Any) -> Sequence[Tensor]:
         """What the first block has saved. It is unpacked once a backward pass: some hooks on saved tensors allow no more."""
         first, self._first = self._first, None
-        return node.saved_tensors if first is None else first
+        return saved_by(node) if first is None else first
 
     def take_input(self, position: int) -> Tensor:
         """The input of the block there, which is not kept any longer."""
@@ -72,7 +73,7 @@ class Segment:
         node = None if self._first_node is None else self._first_node()
         assert node is not None, "a node lives as long as those behind it"
         self._inputs.clear()
-        self._first = node.saved_tensors
+        self._first = saved_by(node)
         x = self._first[0]
         with without_autocast(x):
             for position, (call, inputs) in enumerate(self._members[:last]):

@@ -17,7 +17,7 @@ LAYERS = [
     {"kernels"},
     {"backends"},
     {"rope", "partition", "slicing", "gradients", "call", "fused_mlp", "attention_half", "mlp_half", "mlp_columns", "mlp_products", "run"},
-    {"segments"},
+    {"offload", "segments"},
     {"autograd", "cross_entropy"},
     {"functional"},
     {"adopt", "modules"},
