@@ -1,4 +1,4 @@
-"""The same training five times, side by side: nothing checkpointed, `torch.utils.checkpoint`, and this engine in each policy.
+"""The same training several times, side by side: nothing checkpointed, `torch.utils.checkpoint`, and this engine in each policy.
 
 All runs start from the same weights and see the same batches and dropout masks. They take turns step by step, in an order that moves on
 every round, so that whatever slows the machine slows all alike. `ckpt_ext.compare_report` renders what `compare` returns.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,15 +18,31 @@ import torch
 from torch import Tensor
 
 from . import machine, rope, text
-from .backends import interpreting
+from .backends import interpreting, select
 from .compare_config import Config
+from .memory import Ledger
 from .modules import EagerBlock, TransformerBlock
 from .spec import Policy
-from .training import LanguageModel, Run
+from .training import LanguageModel, Run, Segments
 
 PLAIN, TORCH = "plain", "torch checkpoint"
-OURS = {f"ours: {save}": Policy(save=save) for save in ("all", "attention", "input")}
-ALL, INPUT = "ours: all", "ours: input"
+
+
+class Scheme(NamedTuple):
+    """How our blocks are run: the policy of each, or of all, and how they are cut into segments."""
+
+    policies: Policy | Sequence[Policy]
+    segments: Segments | None = None
+
+
+OURS = {
+    "ours: all": Scheme(Policy("all")),
+    "ours: attention": Scheme(Policy("attention")),
+    "ours: input": Scheme(Policy("input")),
+    "ours: offload": Scheme(Policy("input", offload=True)),
+    "ours: segments": Scheme(Policy("input"), "auto"),
+}
+ALL, INPUT, PLANNED = "ours: all", "ours: input", "ours: plan"
 
 LOSS_STEPS = 10
 """The final loss is the mean over this many last steps."""
@@ -64,6 +80,10 @@ class Figures:
     tokens_per_second: float
     step_ratio: float
     """Step time over that of torch checkpoint."""
+    recomputed_flops: int | None
+    """Matrix products of a step beyond those of the same blocks with nothing recomputed; None where kernels hide them."""
+    ledger: Ledger
+    """What the peak is made of, parameters and all their gradients included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +125,15 @@ def compare(config: Config, windows: Tensor, progress: Callable[[str], None] = l
 
         progress("gradients at equal weights")
         runs = _runs(config, device)
+        ours = [name for name in runs if name not in (PLAIN, TORCH)]
         gradients = {name: run.gradients(first) for name, run in runs.items()}
         truth = _truth(config, runs[PLAIN]).gradients(first)
         progress("memory")
         saved = {name: run.saved_bytes(first, shared) for name, run in runs.items()}
         peak = {name: run.peak_bytes(first, shared) for name, run in runs.items()}
+        ledgers = {name: run.ledger(first) for name, run in runs.items()}
+        flops = {name: run.flops(first) for name, run in runs.items()}
+        seen = {name: select(config.backend, device).name == "aten" if name in ours else device.type == "cpu" for name in runs}
         for turn, batch in enumerate(windows):
             progress("training")
             _round(runs, turn, batch)
@@ -130,11 +154,14 @@ def compare(config: Config, windows: Tensor, progress: Callable[[str], None] = l
                 step_seconds=seconds[name],
                 tokens_per_second=config.batch * config.length / seconds[name],
                 step_ratio=seconds[name] / seconds[TORCH],
+                recomputed_flops=flops[name] - flops[ALL if name in ours else PLAIN] if seen[name] else None,
+                ledger=ledgers[name],
             )
             for name, run in runs.items()
         ]
         where = machine.describe(device)
-    verdicts = [_gradients_are_right(config, gradients, truth), *judge(config, {run.name: run for run in figures})]
+    right = _gradients_are_right(config, {name: gradients[name] for name in ours}, gradients[PLAIN], truth)
+    verdicts = [right, *judge(config, {run.name: run for run in figures})]
     return Comparison(config, where, config.input_bytes, figures, verdicts)
 
 
@@ -147,15 +174,25 @@ def _runs(config: Config, device: torch.device) -> dict[str, Run]:
     """The runs, by name, at equal weights."""
     spec, dtype = config.spec, config.torch_dtype
 
-    def run(policy: Policy | None = None, *, checkpointed: bool = False) -> Run:
-        kind = TransformerBlock if policy else EagerBlock
+    def run(scheme: Scheme | None = None, *, checkpointed: bool = False) -> Run:
+        kind = TransformerBlock if scheme else EagerBlock
+        policies = [None] * config.blocks if scheme is None else _each(scheme.policies, config.blocks)
+        segments = None if scheme is None else scheme.segments
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(config.seed)
-            blocks = (kind(spec, policy=policy, backend=config.backend, dtype=dtype, device=device) for _ in range(config.blocks))
-            model = LanguageModel(blocks, config.dim, checkpointed=checkpointed, dtype=dtype, device=device)
+            blocks = (kind(spec, policy=policy, backend=config.backend, dtype=dtype, device=device) for policy in policies)
+            model = LanguageModel(blocks, config.dim, checkpointed=checkpointed, segments=segments, dtype=dtype, device=device)
         return Run(model, lr=config.lr, warmup=config.warmup, seed=config.seed)
 
-    return {PLAIN: run(), TORCH: run(checkpointed=True), **{name: run(policy) for name, policy in OURS.items()}}
+    schemes = dict(OURS)
+    plan = config.planned
+    if plan is not None:
+        schemes[PLANNED] = Scheme(plan.policies, plan.segments)
+    return {PLAIN: run(), TORCH: run(checkpointed=True), **{name: run(scheme) for name, scheme in schemes.items()}}
+
+
+def _each(policies: Policy | Sequence[Policy], blocks: int) -> Sequence[Policy]:
+    return [policies] * blocks if isinstance(policies, Policy) else policies
 
 
 def _truth(config: Config, plain: Run) -> Run:
@@ -189,17 +226,19 @@ def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in b)
 
 
-def _gradients_are_right(config: Config, gradients: dict[str, dict[str, Tensor]], truth: dict[str, Tensor]) -> Verdict:
+def _gradients_are_right(
+    config: Config, ours: dict[str, dict[str, Tensor]], plain: dict[str, Tensor], truth: dict[str, Tensor]
+) -> Verdict:
     """Per parameter: error of ours against float64 <= 2 * error of the plain run + eps * sqrt(tokens), relative to the largest element.
 
     The last term is the expected rounding of a sum over the tokens, for a parameter where the plain run happens to be exact.
     """
     rounding = torch.finfo(config.torch_dtype).eps * (config.batch * config.length) ** 0.5
     worst, where = 0.0, "none"
-    for name in OURS:
+    for name, gradients in ours.items():
         for parameter, exact in truth.items():
-            allowed = 2 * _relative(gradients[PLAIN][parameter], exact) + rounding
-            share = _relative(gradients[name][parameter], exact) / allowed
+            allowed = 2 * _relative(plain[parameter], exact) + rounding
+            share = _relative(gradients[parameter], exact) / allowed
             if share > worst:
                 worst, where = share, f"{name}, {parameter}"
     return Verdict(
@@ -214,7 +253,7 @@ def judge(config: Config, runs: dict[str, Figures]) -> list[Verdict]:
     spread = max(losses) - min(losses) if all(map(math.isfinite, losses)) else math.nan
     # A dtype whose own rounding is above the tolerance cannot be held to it.
     tolerance = max(LOSS_TOLERANCE, 4 * torch.finfo(config.torch_dtype).eps)
-    unequal = [name for name in OURS if not runs[name].bit_equal]
+    unequal = [name for name, run in runs.items() if name not in (PLAIN, TORCH) and not run.bit_equal]
     beside_input = runs[INPUT].saved_bytes / config.blocks - config.input_bytes
     ratio = runs[INPUT].step_ratio
     return [

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 
 from .backends import select
+from .plan import Plan
 from .spec import BackendName, BlockSpec
 from .validate import number, one_of, positive_int
 
@@ -21,7 +22,8 @@ def _option(default: Any, help: str, *choices: str) -> Any:
 class Config:
     """What is trained and how. Each field is an option of `ckpt-ext compare`.
 
-    Raises ValueError for sizes that make no model, and RuntimeError for a backend or a device that is not there.
+    Raises ValueError for sizes that make no model, OSError for a plan that cannot be read, and RuntimeError for a backend or a
+    device that is not there.
     """
 
     blocks: int = _option(8, "transformer blocks")
@@ -31,7 +33,7 @@ class Config:
     hidden_dim: int = _option(0, "hidden width of the SwiGLU MLP; 0 means 8/3 of --dim, rounded up to a multiple of 64")
     length: int = _option(512, "symbols in a sequence")
     batch: int = _option(1, "sequences in a batch")
-    steps: int = _option(80, "training steps of each run")
+    steps: int = _option(60, "training steps of each run")
     lr: float = _option(1e-3, "AdamW's learning rate, after the warm-up")
     warmup: int = _option(20, "steps over which the learning rate rises from zero")
     residual_dropout: float = _option(0.1, "probability of dropping an element of either half's output")
@@ -42,6 +44,7 @@ class Config:
     device: str = _option("cpu", "such as cpu or cuda:0")
     seed: int = _option(0, "of weights, batches and masks")
     threads: int = _option(0, "CPU threads; 0 means PyTorch's own choice")
+    plan: str = _option("", "plan.json of `ckpt-ext plan`, for as many blocks: one more run")
     text: str = _option("", "file to train on, byte by byte; by default the prose of CPython's help topics")
 
     def __post_init__(self) -> None:
@@ -56,6 +59,9 @@ class Config:
             raise ValueError(f"seed must be in [0, 2**63), got {self.seed}")
         one_of("dtype", self.dtype, _choices("dtype"))
         _ = self.spec
+        planned = self.planned
+        if planned is not None and len(planned.blocks) != self.blocks:
+            raise ValueError(f"plan must be for blocks={self.blocks}, got one for {len(planned.blocks)}")
         try:
             device = torch.empty(0, device=self.device).device
         except (RuntimeError, AssertionError) as error:  # torch without the device's support asserts
@@ -71,6 +77,11 @@ class Config:
             dim=self.dim, heads=self.heads, kv_heads=self.kv_heads, hidden_dim=self.hidden_dim or -(-8 * self.dim // 3 // 64) * 64,
             rope_theta=1e4, attn_dropout=self.attn_dropout, residual_dropout=self.residual_dropout, mlp_dropout=self.mlp_dropout,
         )  # fmt: skip
+
+    @property
+    def planned(self) -> Plan | None:
+        """The plan in the file that `plan` names."""
+        return Plan.load(self.plan) if self.plan else None
 
     @property
     def torch_dtype(self) -> torch.dtype:

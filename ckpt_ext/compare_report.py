@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,11 +17,17 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 NOTE = "Times of a CPU, and of Triton's interpreter all the more, say nothing about a GPU. Bytes, bits and losses hold anywhere."
-HEADER = ("run", "final loss", "gradients vs plain", "bits of ours: all", "saved MiB", "peak MiB", "tokens/s", "step time")
+HEADER = ("run", "final loss", "gradients vs plain", "bits of ours: all", "saved MiB", "peak MiB", "tokens/s", "step time", "recomputed")
 LEGEND = (
     "final loss: mean of the last steps. gradients: largest difference from the plain run at equal weights, relative to a parameter's "
     "largest. saved: by the blocks, between forward and backward. peak: in a step, without parameters and their finished gradients. "
-    f"step time: relative to {TORCH}."
+    f"step time: relative to {TORCH}. recomputed: matrix products of a step beyond those with nothing recomputed, in GFLOP."
+)
+SPLIT_HEADER = ("run", "parameters", "gradients", "saved", "working", "logits", "other", "peak", "host")
+SPLIT_TITLE = (
+    "What the peak of a step without its optimizer is made of, MiB, all gradients included. saved: by the forward pass for backward. "
+    "working: what else a pass makes. logits: 0 where the model is as wide as they are, which counts them among the rest. host: offloaded, "
+    "beside the peak."
 )
 SAVED_COLOUR, WORKING_COLOUR, TIME_COLOUR = "#0072B2", "#E69F00", "#595959"
 """Blue and orange of Okabe and Ito's palette, which colour-blind readers tell apart, and a grey."""
@@ -39,7 +45,14 @@ def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
             f"{run.peak_bytes / MIB:.2f}",
             f"{run.tokens_per_second:,.0f}",
             f"{run.step_ratio:.2f}x",
+            "?" if run.recomputed_flops is None else f"{run.recomputed_flops / 1e9:.2f}",
         )
+
+
+def splits(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+    """The cells of the table of what each peak is made of, in MiB, in the order of `SPLIT_HEADER`."""
+    for run in comparison.runs:
+        yield run.name, *(f"{getattr(run.ledger, name) / MIB:.2f}" for name in SPLIT_HEADER[1:])
 
 
 def title(comparison: Comparison) -> str:
@@ -67,11 +80,16 @@ def as_table(comparison: Comparison) -> Group:
         table.add_column(name, justify="left" if name == "run" else "right")
     for cells in rows(comparison):
         table.add_row(*cells)
+    split = Table(title=SPLIT_TITLE, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in SPLIT_HEADER:
+        split.add_column(name, justify="left" if name == "run" else "right")
+    for cells in splits(comparison):
+        split.add_row(*cells)
     verdicts = Table.grid(padding=(0, 2))
     for verdict in comparison.verdicts:
         style = {True: "green", False: "bold red", None: "yellow"}[verdict.ok]
         verdicts.add_row(f"[{style}]{mark(verdict)}[/]", verdict.claim, verdict.detail)
-    return Group(table, verdicts, f"\n[dim]{LEGEND}\n{NOTE}[/]")
+    return Group(table, split, verdicts, f"\n[dim]{LEGEND}\n{NOTE}[/]")
 
 
 def as_json(comparison: Comparison) -> str:
@@ -79,12 +97,18 @@ def as_json(comparison: Comparison) -> str:
     return json.dumps({"ok": comparison.ok, "command": command(comparison), **asdict(comparison), "note": NOTE}, indent=2)
 
 
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table, its first column to the left, the others to the right."""
+    return [f"| {' | '.join(header)} |", f"|---{'|--:' * (len(header) - 1)}|", *(f"| {' | '.join(cells)} |" for cells in rows)]
+
+
 def as_markdown(comparison: Comparison) -> str:
     """The table, the verdicts, and how to get them again."""
     machine = ", ".join(f"{name} {value}" for name, value in comparison.machine.items())
     lines = [
         f"# ckpt-ext compare: {title(comparison)}", "",
-        f"| {' | '.join(HEADER)} |", f"|---{'|--:' * (len(HEADER) - 1)}|", *(f"| {' | '.join(cells)} |" for cells in rows(comparison)), "",
+        *markdown_table(HEADER, rows(comparison)), "",
+        SPLIT_TITLE, "", *markdown_table(SPLIT_HEADER, splits(comparison)), "",
         *(f"- **{mark(verdict)}**: {verdict.claim}: {verdict.detail}" for verdict in comparison.verdicts), "",
         LEGEND, "", NOTE, "",
         f"Measured with {machine}. To measure again:", "",

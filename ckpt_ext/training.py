@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from . import rng
-from .memory import LiveStorages, saved_bytes
+from .memory import Ledger, LiveStorages, measure, saved_bytes
+from .sequential import checkpoint_sequential
 from .text import SYMBOLS
+
+Segments = int | Sequence[int] | Literal["auto"]
+
+
+def _attention_flops(products: int) -> Callable[..., int]:
+    """The count of `products` products of all queries with all keys, causal or not, as PyTorch's counter has it for its other kernels."""
+
+    def count(*shapes, out_shape=None, **_) -> int:
+        batch, heads, queries, head_dim = shapes[0]
+        keys = shapes[1 if products == 2 else 2][2]
+        return 2 * products * batch * heads * queries * keys * head_dim
+
+    return count
+
+
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops(2),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_flops(5),
+}
 
 
 class LanguageModel(nn.Module):
     """Symbols `[B, T]` to logits `[B, T, 256]`: embedding, blocks, RMSNorm, linear head.
 
-    With `checkpointed`, each block is a region of `torch.utils.checkpoint`, non-reentrant.
+    With `checkpointed`, each block is a region of `torch.utils.checkpoint`, non-reentrant. With `segments`, the blocks go through
+    `checkpoint_sequential`.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], dim: int, *, checkpointed: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, blocks: Iterable[nn.Module], dim: int, *, checkpointed: bool = False, segments: Segments | None = None,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.checkpointed = checkpointed
+        self.checkpointed, self.segments = checkpointed, segments
         self.embedding = nn.Embedding(SYMBOLS, dim, dtype=dtype, device=device)
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(dim, eps=1e-5, dtype=dtype, device=device)
@@ -34,6 +60,8 @@ class LanguageModel(nn.Module):
 
     def through_blocks(self, x: Tensor) -> Tensor:
         """The stream `[B, T, dim]` after the last block."""
+        if self.segments is not None:
+            return checkpoint_sequential(self.blocks, x, segments=self.segments)  # type: ignore[arg-type]
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
         return x
@@ -105,6 +133,32 @@ class Run:
             hook.remove()
         self.optimizer.zero_grad(set_to_none=True)
         return memory.peak
+
+    def ledger(self, windows: Tensor) -> Ledger:
+        """What the peak of a forward and backward pass of the model is made of."""
+        symbols, dim = self.model.head.weight.shape
+        self.optimizer.zero_grad(set_to_none=True)
+
+        def step() -> None:
+            with self._start.replay():
+                self.model.loss(windows).backward()
+
+        # Widths that are equal tell nothing apart.
+        found = measure(step, self.model, vocab=None if symbols == dim else symbols, warmup=0)
+        self.optimizer.zero_grad(set_to_none=True)
+        return found
+
+    def flops(self, windows: Tensor) -> int:
+        """Floating-point operations of the matrix products in a forward and backward pass, those of ATen's fused attention included.
+
+        Kernels of other backends are not seen.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+        with self._start.replay(), counter:
+            self.model.loss(windows).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        return counter.get_total_flops()
 
     def _wait(self) -> None:
         if self.device.type != "cpu":
