@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from . import fit_cli
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -145,7 +147,17 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     return 0 if healthy else 1
 
 
+def _run_fit(arguments: argparse.Namespace) -> int:
+    return fit_cli.run_fit(arguments, _console(), _progress)
+
+
+def _run_explain(arguments: argparse.Namespace) -> int:
+    return fit_cli.run_explain(arguments, _console())
+
+
 COMMANDS = {
     "compare": Command("train with and without checkpointing, side by side, and say what differs", _add_compare, _run_compare),
+    "fit": Command("say which sequence length or batch fits a device's memory, and how", fit_cli.add_fit, _run_fit),
+    "explain": Command("say where a training step's memory goes and what would help", fit_cli.add_explain, _run_explain),
     "doctor": Command("say what of ckpt_ext works on this machine", _add_doctor, _run_doctor),
 }

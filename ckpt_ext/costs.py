@@ -26,6 +26,7 @@ from .autograd import BlockFunction
 from .backends import select
 from .call import BlockCall, Shared
 from .modules import TransformerBlock
+from .shapes import block_parameters
 from .sites import drops
 from .slicing import slicing
 from .spec import BlockSpec, Policy
@@ -84,8 +85,9 @@ def block_costs(
     angles that blocks share (`shared_bytes`) are part of `fixed`. Dropout is on where the spec has any. Where not `trained`, the parameters
     are frozen, and the input is differentiated all the same.
 
-    An offloaded input is not run, but put together: it leaves nothing on the device, and the block's input and that of the block before,
-    fetched ahead, are there in backward; a transfer takes time where it is longer than the forward pass that hides it.
+    What an offloaded input takes is not counted in a run, but put together: nothing stays on the device; in forward, the input before has
+    not left and two more may be on their way; in backward, the one before is fetched ahead. A transfer takes time as far as it is longer
+    than the forward pass that hides it.
 
     With `timed`, seconds are the median of a block's steps on this machine, on `device`; raises ValueError where that would take more than
     1 GiB. Raises ValueError for sizes that are no positive ints or an unknown device.
@@ -95,20 +97,31 @@ def block_costs(
     one_of("device", device, get_args(DeviceKind))
     rates = rates or Rates()
     options: dict[Policy, Cost] = {}
-    size, moved = batch * length * spec.dim * dtype.itemsize, 0.0
+    size = batch * length * spec.dim * dtype.itemsize
     forward_seconds = _flops(spec, batch, length, "all", trained)[0] / rates.flops
     for policy in policies:
-        kept = replace(policy, offload=False)
-        bytes_ = _traced(spec, batch, length, dtype, trained, device, kept)
-        seconds = sum(_flops(spec, batch, length, kept.save, trained)) / rates.flops
+        found = block_bytes(spec, batch, length, policy, dtype=dtype, trained=trained, device=device)
+        seconds = sum(_flops(spec, batch, length, policy.save, trained)) / rates.flops
         if timed:
-            forward_seconds, seconds = _timed(spec, batch, length, dtype, trained, device, kept, max(bytes_.forward, bytes_.backward))
+            forward_seconds, seconds = _timed(spec, batch, length, dtype, trained, device, replace(policy, offload=False), max(found))
         if policy.offload:
-            moved = max(0.0, size / rates.host - forward_seconds)
-            bytes_ = Bytes(bytes_.saved - size, bytes_.forward + size, bytes_.backward + size)
-        options[policy] = Cost(*bytes_, seconds + 2 * moved * policy.offload)
-    gradients = sum(p.nbytes for p in _block(spec, dtype, "meta").parameters()) if trained else 0
-    return BlockCosts(size, gradients, forward_seconds, options)
+            seconds += 2 * max(0.0, size / rates.host - forward_seconds)
+        options[policy] = Cost(*found, seconds)
+    return BlockCosts(size, block_parameters(spec) * dtype.itemsize if trained else 0, forward_seconds, options)
+
+
+def block_bytes(
+    spec: BlockSpec, batch: int, length: int, policy: Policy, *, dtype: torch.dtype = torch.bfloat16, trained: bool = True,
+    device: DeviceKind = "cpu",
+) -> Bytes:  # fmt: skip
+    """The bytes of `block_costs` for one policy."""
+    found = _traced(spec, batch, length, dtype, trained, device, replace(policy, offload=False))
+    return offloaded(found, batch * length * spec.dim * dtype.itemsize) if policy.offload else found
+
+
+def offloaded(found: Bytes, size: int) -> Bytes:
+    """The bytes of a block that keeps its input, of `size`, once that waits in the host's memory; `block_costs` says how."""
+    return Bytes(found.saved - size, found.forward + 3 * size, found.backward + size)
 
 
 def shared_bytes(specs: Iterable[BlockSpec], length: int) -> int:

@@ -7,6 +7,7 @@ dropped. Adapters are low-rank matrices beside every linear layer, computed in t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from . import reference, rope
 from .modules import TransformerBlock
 from .spec import BlockSpec, pointwise
-from .tracing import Bytes, fake_tensors, trace
+from .tracing import Bytes, trace
 from .validate import one_of
 from .weights import BlockWeights, NormWeights
 
@@ -32,19 +33,20 @@ def stock_bytes(
 ) -> Bytes:  # fmt: skip
     """The bytes of the block on `[batch, length, spec.dim]`; with adapters of `rank` if there is any, which are trained in any case."""
     one_of("kind", kind, get_args(Stock))
-    with fake_tensors():
-        block = TransformerBlock(spec, dtype=dtype).requires_grad_(trained)
-        weights, adapters = _adapted(block.weights(), rank)
-        table = [torch.cat((t, t), -1).to(dtype) for t in rope.table(spec, length, dtype, torch.device("cpu")) if t is not None]
+    block = TransformerBlock(spec, dtype=dtype, device="meta").requires_grad_(trained)
+    weights, adapters = _adapted(block.weights(), rank)
+    table = [torch.cat((t, t), -1).to(dtype) for t in rope.table(spec, length, dtype, torch.device("meta")) if t is not None]
 
-        def run(x: Tensor) -> Tensor:
-            return _block(x, weights, spec, table)
+    def run(x: Tensor) -> Tensor:
+        return _block(x, weights, spec, table)
 
-        def checkpointed(x: Tensor) -> Tensor:
-            return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+    def checkpointed(x: Tensor) -> Tensor:
+        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a meta device has no random states
         ignored = [*block.parameters(), *adapters, *table]
-        return trace(run if kind == "plain" else checkpointed, (batch, length, spec.dim), dtype, "cpu", ignored)
+        return trace(run if kind == "plain" else checkpointed, (batch, length, spec.dim), dtype, "meta", ignored)
 
 
 class _Adapted(NamedTuple):
@@ -72,24 +74,25 @@ def _adapted(weights: BlockWeights, rank: int) -> tuple[BlockWeights, list[Tenso
 
 
 def _block(x: Tensor, weights: BlockWeights, spec: BlockSpec, table: list[Tensor]) -> Tensor:
-    def heads(projection: Callable[[Tensor], Tensor], rows: Tensor, norm: NormWeights | None, *, turned: bool = True) -> Tensor:
+    def heads(projection: Callable[[Tensor], Tensor], rows: Tensor, scales: NormWeights | None, *, turned: bool = True) -> Tensor:
         y = projection(rows)
-        if norm is not None and spec.qk_norm == "row":
-            y = _norm(y, norm, spec)
+        if scales is not None and spec.qk_norm == "row":
+            y = norm(y, scales, spec)
         y = y.unflatten(-1, (-1, spec.head_dim))
-        if norm is not None and spec.qk_norm == "head":
-            y = _norm(y, norm, spec)
+        if scales is not None and spec.qk_norm == "head":
+            y = norm(y, scales, spec)
         y = y.transpose(1, 2)
         return _turned(y, *table) if table and turned else y
 
-    rows = _norm(x, weights.attention_norm, spec)
+    rows = norm(x, weights.attention_norm, spec)
     q, k = heads(weights.q, rows, weights.q_norm), heads(weights.k, rows, weights.k_norm)
     v = heads(weights.v, rows, None, turned=False)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=spec.causal, scale=spec.scale, enable_gqa=spec.heads != spec.kv_heads)
+    # By name, since the public function would choose for meta tensors what holds all scores. Its results are those of any such kernel.
+    out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, spec.causal, scale=spec.scale)
     del rows, q, k, v
     mid = x + weights.out(out.transpose(1, 2).flatten(2))
     del out
-    return mid + _mlp(_norm(mid, weights.mlp_norm, spec), weights, spec)
+    return mid + _mlp(norm(mid, weights.mlp_norm, spec), weights, spec)
 
 
 def _mlp(rows: Tensor, weights: BlockWeights, spec: BlockSpec) -> Tensor:
@@ -99,7 +102,7 @@ def _mlp(rows: Tensor, weights: BlockWeights, spec: BlockSpec) -> Tensor:
     return weights.down(reference.activate(weights.gate(rows), name) * weights.up(rows))
 
 
-def _norm(x: Tensor, weights: NormWeights, spec: BlockSpec) -> Tensor:
+def norm(x: Tensor, weights: NormWeights, spec: BlockSpec) -> Tensor:
     """Scaled after the way back from float32, as Llama's; Gemma's and LayerNorms as those are."""
     weight, bias = weights
     if spec.norm == "layer":

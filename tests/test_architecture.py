@@ -25,7 +25,8 @@ LAYERS = [
     {"sequential", "testing"},
     {"integrations"},
     {"text", "training", "machine", "doctor", "compare_config", "compare", "compare_report"},
-    {"cli"},
+    {"fit", "fit_report", "ladder", "explain"},
+    {"cli", "fit_cli"},
 ]
 # The operator of a GPU's dropout is the kernel's launcher, imported when it is first called.
 LAZY = {("rng", "kernels")}
