@@ -5,6 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from .validate import positive_int
+
+
+def check_lengths(lengths: Sequence[int], blocks: int) -> None:
+    """Refuse lengths of segments that are no positive ints or do not sum to the number of blocks."""
+    for index, length in enumerate(lengths):
+        positive_int(f"segments[{index}]", length)
+    if sum(lengths) != blocks:
+        raise ValueError(f"segments must sum to the number of blocks, {blocks}, got {list(lengths)}")
+
 
 def even_lengths(blocks: int, segments: int) -> list[int]:
     """Lengths of `segments` segments, or of as many as there are blocks, that differ by at most one; the earlier ones are longer."""
