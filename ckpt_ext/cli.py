@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import fit_cli
+from . import fit_cli, plan_cli
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -155,9 +155,14 @@ def _run_explain(arguments: argparse.Namespace) -> int:
     return fit_cli.run_explain(arguments, _console())
 
 
+def _run_plan(arguments: argparse.Namespace) -> int:
+    return plan_cli.run_plan(arguments, _console())
+
+
 COMMANDS = {
     "compare": Command("train with and without checkpointing, side by side, and say what differs", _add_compare, _run_compare),
     "fit": Command("say which sequence length or batch fits a device's memory, and how", fit_cli.add_fit, _run_fit),
     "explain": Command("say where a training step's memory goes and what would help", fit_cli.add_explain, _run_explain),
+    "plan": Command("say what each block should keep to fit a budget in the least time", plan_cli.add_plan, _run_plan),
     "doctor": Command("say what of ckpt_ext works on this machine", _add_doctor, _run_doctor),
 }

@@ -21,7 +21,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
     """Arguments of `fit`."""
-    _add_model(parser)
+    add_model(parser)
     parser.add_argument("--memory", nargs="+", required=True, metavar="SIZE", help="of the device, one column each: 24GB, 80GiB")
     parser.add_argument("--batch", type=int, default=1, help="sequences, where the longest sequence is looked for")
     parser.add_argument("--length", type=int, help="tokens, where the largest batch is looked for instead")
@@ -43,16 +43,16 @@ def run_fit(arguments: argparse.Namespace, console: Console, progress: Progress)
 
     try:
         shape, memories = load(arguments.model), [parse_bytes(size) for size in arguments.memory]
-        trainings = [_training(arguments, arguments.rank if what == "adapters" else 0) for what in dict.fromkeys(arguments.train)]
+        trainings = [training_of(arguments, arguments.rank if what == "adapters" else 0) for what in dict.fromkeys(arguments.train)]
         host = None if arguments.host_memory is None else parse_bytes(arguments.host_memory)
-        search = Search(arguments.batch, arguments.length, arguments.step, _reserve(arguments.reserve), host)
-        _make(arguments.out)
+        search = Search(arguments.batch, arguments.length, arguments.step, reserved(arguments.reserve), host)
+        make(arguments.out)
     except (ValueError, NotImplementedError, OSError) as error:
-        return _refuse("fit", error)
+        return refuse("fit", error)
     with progress(len(trainings) * len(METHODS)) as tell:
         table = fit(shape, memories, trainings, search, progress=tell)
         rungs = ladder() if arguments.ladder else []
-    command = _command()
+    command = command_line()
     print(as_json(table, command, rungs)) if arguments.json else console.print(as_table(table, rungs))
     if arguments.out is not None:
         write(table, command, arguments.out, rungs)
@@ -61,7 +61,7 @@ def run_fit(arguments: argparse.Namespace, console: Console, progress: Progress)
 
 def add_explain(parser: argparse.ArgumentParser) -> None:
     """Arguments of `explain`."""
-    _add_model(parser)
+    add_model(parser)
     parser.add_argument("--length", type=int, required=True, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=1, help="sequences")
     parser.add_argument("--memory", metavar="SIZE", help="of the device: 24GB, 80GiB")
@@ -96,23 +96,25 @@ def run_explain(arguments: argparse.Namespace, console: Console) -> int:
             f"{'' if stock else 'ours: '}{arguments.policy}{', segments' * arguments.segments}{', offload' * arguments.offload}",
             arguments.policy if stock else "ours", policy, arguments.segments, arguments.loss or ("logits" if stock else "tiled"),
         )  # fmt: skip
-        training = _training(arguments, arguments.rank if arguments.train == "adapters" else 0)
+        training = training_of(arguments, arguments.rank if arguments.train == "adapters" else 0)
         explanation = explain(shape, method, training, arguments.batch, arguments.length, memory)
-        _make(arguments.out)
+        make(arguments.out)
     except (ValueError, NotImplementedError, OSError) as error:
-        return _refuse("explain", error)
-    command = _command()
+        return refuse("explain", error)
+    command = command_line()
     print(as_json(explanation, command)) if arguments.json else console.print(as_table(explanation))
     if arguments.out is not None:
         write(explanation, command, arguments.out)
     return 0 if memory is None or explanation.now.peak <= memory else 1
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """The model and how it is trained."""
     from .budget import Optimizer
     from .shapes import SHAPES
 
-    parser.add_argument("model", help=f"a directory with a Hugging Face config.json, or one of {', '.join(sorted(SHAPES))}")
+    help = f"a directory with a Hugging Face config.json, or one of {', '.join(sorted(SHAPES))}"
+    parser.add_argument("model", nargs="?" if optional else None, help=help)
     parser.add_argument("--optimizer", default="adamw", choices=get_args(Optimizer), help="whose state is held")
     parser.add_argument("--rank", type=int, default=16, help="of adapters")
     parser.add_argument("--shards", type=int, default=1, help="devices that parameters, gradients and optimizer state are divided among")
@@ -126,7 +128,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for report.json and report.md")
 
 
-def _training(arguments: argparse.Namespace, rank: int) -> Training:
+def training_of(arguments: argparse.Namespace, rank: int) -> Training:
+    """How the arguments of `add_model` say that the model is trained."""
     import torch
 
     from .budget import Training
@@ -135,7 +138,7 @@ def _training(arguments: argparse.Namespace, rank: int) -> Training:
     return Training(arguments.optimizer, rank, arguments.shards, arguments.offload_weights, arguments.accumulate, dtype)
 
 
-def _reserve(text: str) -> float | int:
+def reserved(text: str) -> float | int:
     """A share of the memory, "5%" or "0.05", or a size in bytes."""
     from .budget import parse_bytes
 
@@ -146,12 +149,13 @@ def _reserve(text: str) -> float | int:
     return share if share < 1 else int(share)
 
 
-def _make(folder: Path | None) -> None:
+def make(folder: Path | None) -> None:
+    """Make the folder for reports."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)  # said now, not after the work
 
 
-def _command() -> str:
+def command_line() -> str:
     """As it was typed, the folder for reports left out."""
     words = sys.argv[1:]
     if "--out" in words:
@@ -160,6 +164,7 @@ def _command() -> str:
     return shlex.join(["ckpt-ext", *words])
 
 
-def _refuse(command: str, error: Exception) -> int:
+def refuse(command: str, error: Exception) -> int:
+    """Say in one line what is wrong with the arguments."""
     print(f"ckpt-ext {command}: {error}", file=sys.stderr)
     return 2

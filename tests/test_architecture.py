@@ -21,12 +21,12 @@ LAYERS = [
     {"autograd", "cross_entropy"},
     {"functional"},
     {"adopt", "modules"},
-    {"shapes", "budget", "costs", "stock"},
+    {"shapes", "budget", "costs", "stock", "records", "cost_chain", "fronts", "plan"},
     {"sequential", "testing"},
     {"integrations"},
     {"text", "training", "machine", "doctor", "compare_config", "compare", "compare_report"},
-    {"fit", "fit_report", "ladder", "explain"},
-    {"cli", "fit_cli"},
+    {"fit", "fit_report", "ladder", "explain", "model_costs", "plan_report"},
+    {"cli", "fit_cli", "plan_cli"},
 ]
 # The operator of a GPU's dropout is the kernel's launcher, imported when it is first called.
 LAZY = {("rng", "kernels")}
