@@ -112,6 +112,11 @@ def test_adapters_keep_what_their_gradients_are_made_of():
     assert stock_bytes(SPECS[0], 1, 512, "torch checkpoint", trained=False, rank=2).saved == 512 * 2 * DIM
 
 
+def test_forward_and_backward_have_a_peak_of_their_own():
+    found = trace(lambda x: (torch.zeros(1000) + x.sum()).sum() * 2, (10, 10), torch.float32, "cpu", [])
+    assert found.forward >= 8000 and found.backward < 1000
+
+
 def test_saved_bytes_are_those_of_the_policies():
     costs = block_costs(SPECS[0], BATCH, LENGTH, dtype=torch.float32, device="cuda")
     row = BATCH * LENGTH * 4
@@ -122,6 +127,8 @@ def test_saved_bytes_are_those_of_the_policies():
     assert costs.options[Policy("input", offload=True)].saved == 0
     assert costs.options[Policy("input", offload=True)].backward == costs.options[Policy("input")].backward + row * DIM
     assert set(costs.options) == set(POLICIES)
+    # The log-sum-exp stays in float32.
+    assert block_costs(SPECS[0], BATCH, LENGTH, device="cuda").options[Policy("attention")].saved == row // 4 * (2 * DIM * 2 + 4 * 4)
     assert shared_bytes(SPECS, LENGTH) == LENGTH * 4 * (8 + 4 + 16)
     assert block_costs(SPECS[0], 1, 8, trained=False).gradients == 0
 
