@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ Through = Callable[[nn.ModuleList, Tensor], Tensor]
 
 def measure(through: Through, blocks: nn.ModuleList, length: int) -> tuple[float, float]:
     """Peak and saved memory of a step through `blocks`, in block inputs of `length` tokens. Call it under a fake-tensor mode."""
-    x = torch.empty(1, length, SPEC.dim, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.empty(1, length, SPEC.dim, dtype=torch.bfloat16, device=next(blocks.parameters()).device, requires_grad=True)
     memory = LiveStorages([x, *blocks.parameters()])
     for parameter in blocks.parameters():
         if parameter.requires_grad:
@@ -73,6 +74,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32768, help="tokens")
     parser.add_argument("--frozen", action="store_true", help="parameters need no gradient, as in adapter training")
     parser.add_argument("--slices", default="auto", help="of our blocks; auto chooses by shape")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "meta"), help="cpu: fake tensors, the ATen backend; meta: the Triton backend, ours alone"
+    )
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help=f"of {', '.join(RUNS)}")
     args = parser.parse_args()
     slices = args.slices if args.slices == "auto" else int(args.slices)
@@ -80,13 +84,13 @@ def main() -> None:
     print(f"{'run':<18} {'saved':>8} {'peak':>8}")
     for name in args.runs:
         policy, through = RUNS[name]
-        with FakeTensorMode(), warnings.catch_warnings():
+        with FakeTensorMode() if args.device == "cpu" else nullcontext(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch checkpoint asks fake devices for random states
             if policy is None:
-                made = (EagerBlock(SPEC, dtype=torch.bfloat16) for _ in range(args.layers))
+                made = (EagerBlock(SPEC, dtype=torch.bfloat16, device=args.device) for _ in range(args.layers))
             else:
                 ours = dataclasses.replace(policy, slices=slices)
-                made = (TransformerBlock(SPEC, policy=ours, dtype=torch.bfloat16) for _ in range(args.layers))
+                made = (TransformerBlock(SPEC, policy=ours, dtype=torch.bfloat16, device=args.device) for _ in range(args.layers))
             peak, saved = measure(through, nn.ModuleList(made).requires_grad_(not args.frozen), args.length)
         print(f"{name:<18} {saved:>8.2f} {peak:>8.2f}", flush=True)
 
