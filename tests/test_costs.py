@@ -42,13 +42,13 @@ def real_peak(specs, policies, trained):
     return max(trace(torch.nn.Sequential(*blocks), (BATCH, LENGTH, DIM), torch.float32, "cpu", ignored))
 
 
-@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
-@pytest.mark.parametrize("specs, saves", [
-    (SPECS, "input"), (SPECS, "all"), (SPECS, "input all attention input"), (DROPPING, "attention"), (DROPPING, "all input attention all"),
-], ids=lambda value: value if isinstance(value, str) else "dropout" if value is DROPPING else "plain")
+@pytest.mark.parametrize("specs, saves, trained", [
+    (SPECS, "input", True), (SPECS, "input all attention input", True), (SPECS, "all input input attention", False),
+    (DROPPING[:2], "attention all", True),
+], ids=["input", "mixed", "mixed, frozen", "dropout"])
 def test_a_chain_of_unequal_blocks_takes_what_its_costs_say(specs, saves, trained):
     names = saves.split()
-    policies = [Policy(names[index % len(names)], slices=3) for index in range(len(specs))]
+    policies = [Policy(names[index % len(names)], slices=2) for index in range(len(specs))]
     options = {policy: None for policy in policies}
     costs = [block_costs(spec, BATCH, LENGTH, dtype=torch.float32, trained=trained, policies=options) for spec in specs]
     real = real_peak(specs, policies, trained)
