@@ -6,17 +6,19 @@ from dataclasses import replace
 
 from .budget import Training, adapter_parameters, head_bytes, holdings
 from .cost_chain import CostChain, Mark
-from .costs import BlockCosts, Rates, block_costs, shared_bytes
+from .costs import BlockCosts, Cost, Rates, block_costs, shared_bytes
 from .plan import predict
 from .shapes import ModelShape, linear_shapes
 from .spec import BlockSpec, Policy
+from .stock import stock_bytes
 
 
 def model_costs(shape: ModelShape, training: Training, batch: int, length: int, rates: Rates | None = None) -> CostChain:
-    """The costs on a GPU of a step with `functional.linear_cross_entropy`, with the chain under one policy throughout as marks.
+    """The costs on a GPU of a step with `functional.linear_cross_entropy`; marks: one policy throughout, and torch's checkpoint.
 
     Seconds follow from floating-point operations and bytes at `rates`; nothing is timed.
     """
+    rates = rates or Rates()
     held = holdings(shape, training)
     costs = {spec: _block(spec, training, batch, length, rates) for spec in set(shape.layers)}
     blocks = [costs[spec]._replace(gradients=left) for spec, left in zip(shape.layers, held.block_gradients, strict=True)]
@@ -31,10 +33,22 @@ def model_costs(shape: ModelShape, training: Training, batch: int, length: int, 
     head = max(found.forward, found.backward) - (0 if training.accumulate else early)
     embedding = 0 if training.rank else after + blocks[0].input + held.embedding_gradients
     chain = CostChain(tuple(blocks), base + early, max(head, 0), base + max(all_gradients, embedding))
-    return replace(chain, marks={name: _mark(chain, policy) for name, policy in (("all", Policy("all")), ("input", Policy("input")))})
+    stock = {spec: _stock(spec, costs[spec], training, batch, length, rates) for spec in costs}
+    checkpointed = replace(chain, blocks=tuple(
+        block._replace(options={Policy("input"): stock[spec]}) for block, spec in zip(blocks, shape.layers, strict=True)
+    ))  # fmt: skip
+    marks = {save: _mark(chain, Policy(save)) for save in ("all", "input")}
+    return replace(chain, marks={**marks, "torch checkpoint": _mark(checkpointed, Policy("input"))})
 
 
-def _block(spec: BlockSpec, training: Training, batch: int, length: int, rates: Rates | None) -> BlockCosts:
+def _stock(spec: BlockSpec, costs: BlockCosts, training: Training, batch: int, length: int, rates: Rates) -> Cost:
+    """A block under `torch.utils.checkpoint`: forward is run again up to its last projection, as if with the kernels of ours."""
+    found = stock_bytes(spec, batch, length, "torch checkpoint", training.dtype, trained=not training.rank, rank=training.rank)
+    last = 2 * batch * length * spec.hidden_dim * spec.dim / rates.flops
+    return Cost(*found, costs.options[Policy("all")].seconds + costs.forward_seconds - last)
+
+
+def _block(spec: BlockSpec, training: Training, batch: int, length: int, rates: Rates) -> BlockCosts:
     found = block_costs(spec, batch, length, dtype=training.dtype, trained=not training.rank, device="cuda", rates=rates)
     if not training.rank:
         return found

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import cycle, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from .budget import format_bytes
 from .cost_chain import CostChain
 from .plan import Plan, Point
-from .spec import Policy
+from .spec import Policy, Save
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -119,23 +119,22 @@ def draw(planned: Planned, path: Path) -> None:
     axes = figure.subplots()
     bytes_ = [max(point.budget, planned.chain.floor) / gigabyte for point in planned.frontier]
     times = [100 * (point.seconds / least - 1) for point in planned.frontier]
-    right = max(bytes_[-1], planned.usable / gigabyte) * 1.03
+    right = max([bytes_[-1], planned.usable / gigabyte, *(mark.peak / gigabyte for mark in planned.chain.marks.values())])
+    right += 0.04 * (right - bytes_[0])
     axes.step([*bytes_, right], [*times, times[-1]], where="post", color=LINE_COLOUR, label="least time for a budget")
-    for name, mark in planned.chain.marks.items():
-        place, leftish = (mark.peak / gigabyte, 100 * (mark.seconds / least - 1)), mark.peak / gigabyte < right / 2
-        axes.plot(*place, "o", color=MARK_COLOUR, markersize=5)
-        axes.annotate(
-            f'"{name}" everywhere', place, (7 if leftish else -7, 9), textcoords="offset points", ha="left" if leftish else "right",
-            color=MARK_COLOUR, fontsize=9,
-        )  # fmt: skip
+    for (name, mark), shape in zip(planned.chain.marks.items(), cycle("os^vPX")):
+        label = f'"{name}" everywhere' if name in get_args(Save) else name
+        axes.plot(mark.peak / gigabyte, 100 * (mark.seconds / least - 1), shape, color=MARK_COLOUR, markersize=7, label=label)
     axes.axvline(planned.usable / gigabyte, color="black", linewidth=0.8, linestyle=":", label=f"budget, {format_bytes(planned.usable)}")
     axes.plot(planned.peak / gigabyte, 100 * (planned.plan.seconds / least - 1), "D", color=CHOSEN_COLOUR, markersize=9, label="the plan")
-    axes.margins(y=0.15)
+    axes.margins(x=0.03, y=0.15)
+    axes.set_xlim(right=right)
     axes.set_xlabel("peak memory of a step, GB (1e9 bytes)")
     axes.set_ylabel("time of the blocks over nothing recomputed, %")
     axes.set_title(planned.title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    # Below, since labels at the marks would cover one another and the line.
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
 
 

@@ -70,7 +70,18 @@ def test_a_model_by_its_name(tmp_path, capsys):
     assert cli.main(command) == 0
     plan = Plan.load(tmp_path / "plan.json")
     assert len(plan.blocks) == 30 and plan.peak <= 0.95 * 4e9
-    assert json.loads((tmp_path / "costs.json").read_text())["marks"].keys() == {"all", "input"}
+    assert json.loads((tmp_path / "costs.json").read_text())["marks"].keys() == {"all", "input", "torch checkpoint"}
+
+
+def test_torchs_checkpoint_is_marked_where_it_is():
+    shape = load("smollm2-135m")
+    chain = model_costs(shape, Training(), 1, 32768)
+    block, spec = chain.blocks[0], shape.layers[0]
+    again = chain.marks["torch checkpoint"].seconds - chain.marks["all"].seconds
+    last = 2 * 32768 * spec.dim * spec.hidden_dim / 4e14
+    assert again == pytest.approx(30 * (block.forward_seconds - last), rel=1e-9)
+    assert chain.marks["input"].peak < chain.marks["torch checkpoint"].peak < chain.marks["all"].peak
+    assert chain.marks["torch checkpoint"].peak - chain.fixed > 30 * block.input
 
 
 def test_more_of_anything_takes_more():
