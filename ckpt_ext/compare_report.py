@@ -145,7 +145,7 @@ def _draw_memory(axes: Axes, runs: list[Figures]) -> None:
     working = [(run.peak_bytes - run.saved_bytes) / MIB for run in runs]
     axes.barh(names, saved, color=SAVED_COLOUR, label="saved by the blocks from forward to backward")
     bars = axes.barh(names, working, left=saved, color=WORKING_COLOUR, label="on top of that at the peak")
-    labels = [f"{run.peak_bytes / MIB:.3g}  ({run.saved_bytes / MIB:.3g} saved)" for run in runs]
+    labels = [f"{run.peak_bytes / MIB:.3g}  ({run.saved_bytes / MIB:.2f} saved)" for run in runs]
     axes.bar_label(bars, labels, padding=4, fontsize=9)
     axes.margins(x=0.2)
     axes.invert_yaxis()
