@@ -102,7 +102,6 @@ def _changes(method: Method, training: Training) -> Iterator[tuple[str, Method, 
     if not method.policy.offload:
         yield "ours: input, offload", replace(ours, policy=Policy(offload=True)), training
     if method.blocks == "ours" and method.policy.save == "input":
-        # "auto" takes about four hidden layers' worth of slices.
         more = replace(method.policy, slices=64 if method.policy.slices == "auto" else 4 * method.policy.slices)
         yield "ours: input, 4 times the slices", replace(method, policy=more), training
     if method.loss == "logits":

@@ -2,7 +2,8 @@
 
 An input stays on the device until the next block's comes: so the last one, which backward wants first, never leaves. Copies run on a
 stream of their own, at most two in flight each way; the compute stream waits for one only when its memory is wanted. On a CPU the host's
-memory is the device's: everything runs as on an accelerator, copies included, and nothing is gained.
+memory is the device's: everything runs as on an accelerator, copies included, and nothing is gained. An input that is parked is no saved
+tensor of autograd's, so `saved_tensors_hooks` do not see it.
 """
 
 from __future__ import annotations

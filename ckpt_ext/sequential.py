@@ -28,7 +28,8 @@ def checkpoint_sequential(
 
     Backward rebuilds the inputs of a segment's other blocks, then goes block by block, each with its own small working set. The gradients
     are those of the blocks called one by one, bit for bit. `segments` is their number, of lengths as equal as can be, or "auto": as many,
-    the earlier ones longer, as make the peak least, by the sizes of the blocks' inputs and working sets; or their lengths, as a
+    the earlier ones longer, as make the peak least, by the sizes of the blocks' inputs and working sets (where all
+    inputs are offloaded, one a block: give a number to spare the host's memory); or their lengths, as a
     `ckpt_ext.plan.Plan` has them, where a block alone in its segment may have any policy.
 
     Raises NotImplementedError, naming the block, for one that is no plain `TransformerBlock` or has hooks, which a rebuild would skip;
@@ -76,6 +77,8 @@ def _lengths(chain: Sequence[TransformerBlock], x: Tensor, segments: int | Seque
         return even_lengths(len(chain), segments)
     if not torch.is_grad_enabled():
         return [len(chain)]
+    if all(block.policy.offload for block in chain):
+        return [1] * len(chain)  # no input is kept on the device, so a rebuild would only add to the peak
     tokens = x.size(0) * x.size(1)
     inputs = [tokens * block.spec.dim * x.element_size() for block in chain]
     trained = [any(parameter.requires_grad for parameter in block.parameters()) for block in chain]

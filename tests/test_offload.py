@@ -100,6 +100,13 @@ def test_first_inputs_of_segments_leave_too(segments, delayed):
     assert delayed.log.count("out") == (len(delayed.log) + 1) // 2
 
 
+def test_automatic_segments_rebuild_nothing_that_leaves_the_device(delayed):
+    blocks = chain(True)
+    checkpoint_sequential(blocks, inputs()[0], segments="auto")
+    # Each block parks its own input: of a longer segment only the first would.
+    assert delayed.log.count("out") == LAYERS - 1
+
+
 def test_through_triton():
     assert_equal(results(chain(True, 3, backend="triton")), results(chain(False, 3, backend="triton")))
 
