@@ -72,14 +72,15 @@ def backward(
     grad_branch = flat(grad_branch).to(call.dtype)
     grads["out"] = weights.out.grad_tensors(grad_branch, _rows(internals["out"]), needs["out"])
     if needs_x or any(any(needs.get(part, ())) for part in _BEFORE_OUT):
-        grad_out = _heads(call, weights.out.grad_input(grad_branch), x)
+        scoring = call.scoring(weights, x, shared)
+        rows, grad_sinks = _through_attention(call, weights.out, grad_branch, x, internals, scoring, shared)
         del grad_branch
-        rows, grad_sinks = _through_attention(call, grad_out, internals, call.scoring(weights, x, shared), shared)
         if grad_sinks is not None:
             grads["sinks"] = [grad_sinks if needs["sinks"][0] else None]
-        del grad_out
         stats = internals.pop("stats")
-        normed = internals.pop("normed") if "normed" in internals else _normed(call, weights, x)[0]
+        normed = internals.pop("normed", None)
+        if normed is None and any(any(needs[part]) for part in "qkv"):
+            normed = _normed(call, weights, x)[0]
         grad_normed = None
         for part in "qkv":
             projection: Projection = getattr(weights, part)
@@ -87,7 +88,7 @@ def backward(
             if f"raw_{part}" in internals:
                 norm = f"{part}_norm"
                 grad, grads[norm] = _through_qk_norm(call, grad, part, getattr(weights, norm), needs[norm], internals)
-            grads[part] = projection.grad_tensors(grad, normed, needs[part])
+            grads[part] = [None] * len(needs[part]) if normed is None else projection.grad_tensors(grad, normed, needs[part])
             if needs_x or any(needs["attention_norm"]):
                 grad_normed = projection.grad_input(grad, into=grad_normed)
         del normed, grad
@@ -102,18 +103,19 @@ def backward(
 
 
 def _through_attention(
-    call: BlockCall, grad_out: Tensor, internals: dict[str, Tensor], scoring: Scoring, shared: Shared
+    call: BlockCall, out_proj: Projection, grad_branch: Tensor, x: Tensor, internals: dict[str, Tensor], scoring: Scoring, shared: Shared
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Gradients of q, k and v before their rotation, as rows `[N, heads * D]` by name, and of the sinks; by groups of heads.
+    """From the gradient of what `out_proj` gives: gradients of q, k and v before their rotation, as rows `[N, heads * D]` by name, and of
+    the sinks; by groups of heads.
 
     They take the places of q, k and v, which are of no further use, but where those are saved tensors.
     """
     q, k, v, out, lse = (internals.pop(name) for name in ("q", "k", "v", "out", "lse"))
     results = [torch.empty_like(t) for t in (q, k, v)] if call.save == "all" else [q, k, v]
     grad_sinks: list[Tensor | None] = []
-    for heads, kv_heads in _groups(call):
+    for (heads, kv_heads), grad_out in zip(_groups(call), _grad_out(call, out_proj, grad_branch, x), strict=True):
         *grads, group_sinks = call.backend.attention_backward(
-            grad_out[:, heads], q[:, heads], k[:, kv_heads], v[:, kv_heads], out[:, heads], lse[:, heads],
+            grad_out, q[:, heads], k[:, kv_heads], v[:, kv_heads], out[:, heads], lse[:, heads],
             scoring.of_heads(heads, call.spec.heads, q.size(2)),
         )  # fmt: skip
         grad_sinks.append(group_sinks)
@@ -123,6 +125,19 @@ def _through_attention(
             result[:, place] = grad
     rows = {name: _rows(result) for name, result in zip("qkv", results, strict=True)}
     return rows, None if scoring.sinks is None else torch.cat([grad for grad in grad_sinks if grad is not None])
+
+
+def _grad_out(call: BlockCall, out_proj: Projection, grad_branch: Tensor, x: Tensor) -> Iterator[Tensor]:
+    """The gradient of the attention output, `[B, heads, T, D]`, of each group of heads: made when its turn comes, where `out_proj` can be
+    cut."""
+    if not out_proj.kind.cuttable:
+        whole = _heads(call, out_proj.grad_input(grad_branch), x)
+        yield from (whole[:, heads] for heads, _ in _groups(call))
+        return
+    for heads, _ in _groups(call):
+        columns = slice(heads.start * call.spec.head_dim, heads.stop * call.spec.head_dim)
+        part = out_proj.kind.bind(out_proj.kind.columns(out_proj.tensors, columns))
+        yield _heads(call, part.grad_input(grad_branch), x)
 
 
 def _groups(call: BlockCall) -> Iterator[tuple[slice, slice]]:

@@ -77,7 +77,7 @@ def _candidates(
         least_rows = (_LEAST_ROWS if trained.elements else _LEAST_ROWS_FROZEN)[kind]
         wanted = (2 if trained.elements else 3) * (_layers(spec) * spec.hidden_dim + 3 * spec.dim)
         rows = max(least_rows, -(-tokens * spec.dim // wanted))
-        groups = 8 if tokens >= 8 * least_rows else 4 if tokens > least_rows else 1
+        groups = 8 if tokens >= 8 * least_rows else 4 if tokens >= 4 * least_rows else 2 if tokens > least_rows else 1
         units = max(3 * spec.dim // (4 * _layers(spec)), -(-_LEAST_ELEMENTS[kind] // max(tokens, 1)))
         units = -(-units // _TILE) * _TILE
     else:

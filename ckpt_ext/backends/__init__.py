@@ -127,7 +127,7 @@ class Backend(Protocol):
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """`(grad_gate, grad_up, hidden)`; hidden is the activation's output, made again beside its derivative.
 
-        With `overwrite` the results may take the places of grad, gate and up, which are contiguous and of no further use.
+        With `overwrite` the results may take the places of grad, gate and up, in any order; those are contiguous and of no further use.
         """
         ...
 

@@ -24,8 +24,9 @@ fused_mlp: FusedMlp | None = None
 _aten = torch.ops.aten
 
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 16, "other": 1 << 26}
-"""Elements of rows that are worked on at a time."""
+_CHUNK_ELEMENTS = {"cpu": 1 << 18, "other": 1 << 26}
+"""Elements of rows that are worked on at a time. On a 2-core CPU, at dim 512 and 1024 tokens, a step of 8 blocks took 4 % longer
+with 2^16."""
 _MOST_CHUNKS = 64
 
 
@@ -118,9 +119,13 @@ def norm_backward(
 
 def _spans(rows: Tensor) -> Iterator[slice]:
     """Slices of rows `[N, C]`, so small that their temporaries stay in a CPU's cache, but at most _MOST_CHUNKS."""
-    elements = _CHUNK_ELEMENTS["cpu" if rows.device.type == "cpu" else "other"]
-    size = max(1, elements // max(1, rows.size(1)), -(-rows.size(0) // _MOST_CHUNKS))
-    return (slice(start, start + size) for start in range(0, rows.size(0), size))
+    return _spans_of(rows.size(0), rows.size(1), rows.device)
+
+
+def _spans_of(count: int, width: int, device: torch.device) -> Iterator[slice]:
+    elements = _CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "other"]
+    size = max(1, elements // max(1, width), -(-count // _MOST_CHUNKS))
+    return (slice(start, start + size) for start in range(0, count, size))
 
 
 def _scale(weight: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
@@ -132,11 +137,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Ten
     batch, heads, length, dim = x.shape
     half = cos.size(-1)
     out = x.new_empty(batch, length, heads, dim).transpose(1, 2)
-    first, second = _wide(x[..., :half]), _wide(x[..., half : 2 * half])
     sign = -1 if inverse else 1
-    out[..., :half] = (first * cos).addcmul_(second, sin, value=-sign)
-    out[..., half : 2 * half] = (second * cos).addcmul_(first, sin, value=sign)
-    out[..., 2 * half :] = x[..., 2 * half :]
+    for span in _spans_of(length, batch * heads * dim, x.device):
+        part, place, cos_part, sin_part = x[:, :, span], out[:, :, span], cos[span], sin[span]
+        first, second = _wide(part[..., :half]), _wide(part[..., half : 2 * half])
+        place[..., :half] = (first * cos_part).addcmul_(second, sin_part, value=-sign)
+        place[..., half : 2 * half] = (second * cos_part).addcmul_(first, sin_part, value=sign)
+        place[..., 2 * half :] = part[..., 2 * half :]
     return out
 
 
@@ -145,29 +152,34 @@ def activation(
 ) -> Tensor:
     hidden = up if overwrite else torch.empty_like(up)
     for span in _spans(up):
-        value = _activate(up[span], pointwise) if gate is None else _activate(gate[span], pointwise).mul_(up[span])
-        hidden[span] = _dropped(value, dropout, span)
+        if gate is None:
+            _activate(up[span], pointwise, out=hidden[span])
+        else:
+            torch.mul(_activate(gate[span], pointwise), up[span], out=hidden[span])
+        if dropout is not None:
+            hidden[span] = _dropped(hidden[span], dropout, span)
     return hidden
 
 
 def activation_backward(
     grad: Tensor, gate: Tensor | None, up: Tensor, pointwise: str, dropout: Dropout | None, *, overwrite: bool = False
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    grad_gate, grad_up, hidden = (gate, up, grad) if overwrite else (_empty_like(gate), torch.empty_like(up), torch.empty_like(up))
+    # Each element is read before its place is written to: act lies where the gradient of gate will.
+    grad_gate, grad_up, hidden = (gate, grad, up) if overwrite else (_empty_like(gate), torch.empty_like(up), torch.empty_like(up))
     for span in _spans(up):
         grad_part, up_part = _dropped(grad[span], dropout, span), up[span]
-        if gate is None:
-            value = _activate(up_part, pointwise)
-            grad_part = _derivative(grad_part, up_part, pointwise)
+        if gate is None or grad_gate is None:
+            _derivative(grad_part, up_part, pointwise, out=grad_up[span])
+            _activate(up_part, pointwise, out=hidden[span])
         else:
-            assert grad_gate is not None
-            gate_part = gate[span]
-            act = _activate(gate_part, pointwise)
-            value = act * up_part
-            grad_gate[span] = _derivative(grad_part * up_part, gate_part, pointwise)
-            grad_part = act.mul_(grad_part)
-        grad_up[span] = grad_part
-        hidden[span] = _dropped(value, dropout, span)
+            through_gate = grad_part * up_part
+            _derivative(through_gate, gate[span], pointwise, out=through_gate)
+            act = _activate(gate[span], pointwise, out=grad_gate[span])
+            torch.mul(act, grad_part, out=grad_up[span])
+            torch.mul(act, up_part, out=hidden[span])
+            grad_gate[span] = through_gate
+        if dropout is not None:
+            hidden[span] = _dropped(hidden[span], dropout, span)
     return grad_gate, grad_up, hidden
 
 
@@ -179,34 +191,35 @@ def _empty_like(x: Tensor | None) -> Tensor | None:
     return None if x is None else torch.empty_like(x)
 
 
-def _activate(x: Tensor, pointwise: str) -> Tensor:
-    """A new tensor, which the caller may write to."""
+def _activate(x: Tensor, pointwise: str, *, out: Tensor | None = None) -> Tensor:
+    """A new tensor, which the caller may write to, or `out`, which may be x."""
+    out = torch.empty_like(x) if out is None else out
     match pointwise:
         case "silu":
-            return _aten.silu(x)
+            return _aten.silu(x, out=out)
         case "gelu":
-            return _aten.gelu(x)
+            return _aten.gelu(x, out=out)
         case "gelu_tanh":
-            return _aten.gelu(x, approximate="tanh")
+            return _aten.gelu(x, approximate="tanh", out=out)
         case "relu":
-            return _aten.relu(x)
+            return torch.clamp(x, min=0, out=out)
         case _:
-            return _aten.relu(x).square_()
+            return torch.clamp(x, min=0, out=out).square_()
 
 
-def _derivative(grad: Tensor, x: Tensor, pointwise: str) -> Tensor:
-    """`grad * f'(x)`."""
+def _derivative(grad: Tensor, x: Tensor, pointwise: str, *, out: Tensor) -> None:
+    """`grad * f'(x)`; `out` may be either of the two."""
     match pointwise:
         case "silu":
-            return _aten.silu_backward(grad, x)
+            _aten.silu_backward(grad, x, grad_input=out)
         case "gelu":
-            return _aten.gelu_backward(grad, x)
+            _aten.gelu_backward(grad, x, grad_input=out)
         case "gelu_tanh":
-            return _aten.gelu_backward(grad, x, approximate="tanh")
+            _aten.gelu_backward(grad, x, approximate="tanh", grad_input=out)
         case "relu":
-            return _aten.threshold_backward(grad, x, 0)
+            _aten.threshold_backward(grad, x, 0, grad_input=out)
         case _:
-            return _aten.relu(x).mul_(grad).mul_(2)
+            torch.mul(_aten.relu(x).mul_(2), grad, out=out)
 
 
 def dropout(x: Tensor, dropout: Dropout) -> Tensor:
