@@ -46,7 +46,8 @@ def forward(
     slices = list(spans(rows.size(0), call.slicing.tokens))
     y, kept = _Assembly(rows, len(slices), place), []
     for span in slices:
-        internals = rebuild(call, weights, fused, branch, rows, span, dropout, place)
+        of_span = weights.rows_from(span.start)
+        internals = rebuild(call, of_span, fused, branch, rows, span, dropout, place)
         mid, mlp_dropout = internals["mid"], _rows_from(dropout.mlp, span)
         if fused is None:
             hidden = call.backend.activation(
@@ -58,7 +59,7 @@ def forward(
         if keep:
             kept.append(internals)
         del internals
-        y.put(span, call.backend.dropout_add(weights.down(hidden), mid, _rows_from(dropout.mlp_residual, span)))
+        y.put(span, call.backend.dropout_add(of_span.down(hidden), mid, _rows_from(dropout.mlp_residual, span)))
     return y.whole.view(x.shape), kept
 
 
@@ -108,16 +109,17 @@ def backward(
     grad_mid = _Assembly(rows, len(slices), place)
     sums = GradientSums(len(slices))
     for index, span in enumerate(slices):
+        of_span = weights.rows_from(span.start)
         if branch is None:
             internals = kept[index]
         else:
-            internals = rebuild(call, weights, fused, branch, rows, span, dropout, place)
+            internals = rebuild(call, of_span, fused, branch, rows, span, dropout, place)
         grad_branch = grad_rows[span]
         if dropout.mlp_residual is not None:
             grad_branch = call.backend.dropout(grad_branch, dropout.mlp_residual.rows_from(span.start))
         mid, stats = internals.pop("mid"), internals.pop("stats")
         grad_normed = through_mlp(
-            weights, needs, needs_mid or any(needs["mlp_norm"]), grad_branch.to(call.dtype), sums,
+            of_span, needs, needs_mid or any(needs["mlp_norm"]), grad_branch.to(call.dtype), sums,
             differentiate=partial(_differentiate, call, fused, internals, mid, stats, _rows_from(dropout.mlp, span), overwrite=not kept),
             rows=partial(_normed, call, weights, internals, mid),
         )  # fmt: skip

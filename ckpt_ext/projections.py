@@ -48,6 +48,10 @@ class Projection(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
+    def rows_from(self, row: int) -> Projection:
+        """The same map for rows of which the first is row `row` of all: where its result depends on that, as a dropout mask's does."""
+        ...
+
     def grad_input(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
         """Gradient of the rows, `[N, in]`; added to `into`, in place, where that is given."""
         ...
@@ -100,6 +104,9 @@ class Dense(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return torch.nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+    def rows_from(self, row: int) -> Dense:
+        return self
 
     def grad_input(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
         weight = self.weight.to(grad.dtype)

@@ -50,6 +50,7 @@ class Sinks(NamedTuple):
         return (self.logits,)
 
 
+_PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
 _NORM, _SINKS = _PlainKind(NormWeights, 2), _PlainKind(Sinks, 1)
 
 
@@ -78,6 +79,13 @@ class BlockWeights(NamedTuple):
                 kinds.append((name, part.kind))
                 tensors += part.tensors
         return Layout(tuple(kinds)), tensors
+
+    def rows_from(self, row: int) -> BlockWeights:
+        """The weights for rows of which the first is row `row` of all: each projection's own `rows_from`."""
+        if row == 0:
+            return self
+        projections = {name: getattr(self, name) for name in _PROJECTIONS}
+        return self._replace(**{name: part.rows_from(row) for name, part in projections.items() if part is not None})
 
 
 @dataclass(frozen=True, slots=True)
