@@ -22,7 +22,7 @@ from .weights import BlockWeights
 
 
 def block(
-    x: Tensor, weights: BlockWeights, spec: BlockSpec, *, mask: AttentionMask | None = None,
+    x: Tensor, weights: BlockWeights, spec: BlockSpec, *, mask: AttentionMask | None = None, table: tuple[Tensor, Tensor] | None = None,
     policy: Policy | None = None, backend: BackendName = "auto", training: bool = False, place: Place | None = None,
 ) -> Tensor:  # fmt: skip
     """A transformer block on `x [B, T, dim]` (float64, float32, bfloat16 or float16); y has x's shape and dtype.
@@ -30,7 +30,9 @@ def block(
     Between forward and backward it keeps what `policy` says, x alone by default. Dropout of `spec` is drawn where `training`, from state
     reserved in the default generator of x's device. Under autocast the branches compute in autocast's dtype and the residual stream in x's.
     Weights may have another dtype than x; each gradient has its tensor's. `mask`, from `attention_mask`, adds documents, padding or a dense
-    mask to the spec's causality and window. `place` is for `checkpoint_sequential`, which puts blocks into segments.
+    mask to the spec's causality and window. `table`, cosines and sines `[T, rope_dim / 2]` or `[B or 1, T, rope_dim / 2]` of any strides,
+    rotates queries and keys by those angles instead of by `rope_theta`'s, which may be None; it gets no gradient. `place` is for
+    `checkpoint_sequential`, which puts blocks into segments.
 
     Raises ValueError for a wrong shape, dtype or device, and RuntimeError for a backend that cannot run.
     """
@@ -49,7 +51,10 @@ def block(
     )  # fmt: skip
     full_mask(mask, causal=spec.causal, window=spec.window, shape=(x.size(0), spec.heads, x.size(1), x.size(1)), device=x.device)
     state = rng.reserve(x.device) if training and drops(spec) else None
-    shared = Shared(*rope.table(spec, x.size(1), call.dtype, x.device), state, *(mask or AttentionMask()))
+    if table is not None:
+        rope.check(table, spec, x)
+    angles = table or rope.table(spec, x.size(1), call.dtype, x.device)
+    shared = Shared(*angles, state, *(mask or AttentionMask()))
     if _differentiated(x, *tensors):
         # A graph cannot hold what waits elsewhere. The decorator would import the compiler with this package.
         disable = policy.offload and torch.compiler.is_compiling()

@@ -40,9 +40,12 @@ def fused_hidden(
     backend: Backend, gate: Projection | None, up: Projection, pointwise: str, dtype: torch.dtype, device: torch.device, *,
     norm: NormSpec | None = None, norm_weights: NormWeights | None = None,
 ) -> FusedHidden | None:  # fmt: skip
-    """The fused hidden layer of such an MLP, computed in `dtype`; None where it does not pay, or a projection is more than a matrix."""
+    """The fused hidden layer of such an MLP, computed in `dtype`; None where it does not pay, or a projection is more than a matrix
+    of contiguous rows."""
     kernels = backend.fused_mlp
     if kernels is None or not isinstance(up, Dense) or not (gate is None or isinstance(gate, Dense)):
+        return None
+    if any(part is not None and (part.weight.dim() != 2 or part.weight.stride(1) != 1) for part in (gate, up)):
         return None
     if not kernels.pays(up.weight.size(1), up.weight.size(0), dtype, device):
         return None

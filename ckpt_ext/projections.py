@@ -72,7 +72,9 @@ class Projection(Protocol):
 
 class _DenseKind:
     arity = 2
-    cuttable = True
+
+    def __init__(self, *, cuttable: bool) -> None:
+        self.cuttable = cuttable
 
     def rows(self, tensors: Sequence[Tensor | None], span: slice) -> list[Tensor | None]:
         return [None if t is None else t[span] for t in tensors]
@@ -88,49 +90,54 @@ class _DenseKind:
 
 
 class Dense(NamedTuple):
-    """`x @ weight.T + bias` with `weight [out, in]` and `bias [out]` or None; cast to the rows' dtype where theirs differs."""
+    """`x @ weight.T + bias` with `weight [out, in]` and `bias [out]` or None; cast to the rows' dtype where theirs differs.
+
+    Of any strides. Also `weight [heads, D, in]` with `bias [heads, D]`, whose outputs are those of one head after another: so a part of a
+    fused parameter with heads interleaved can be a view of that.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
 
     @property
     def kind(self) -> Kind:
-        return _DENSE
+        return _DENSE if self.weight.dim() == 2 else _DENSE_BY_HEAD
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.weight, self.bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return torch.nn.functional.linear(x, self.weight.to(x.dtype), bias)
+        bias = None if self.bias is None else self.bias.flatten().to(x.dtype)
+        return torch.nn.functional.linear(x, _matrix(self.weight).to(x.dtype), bias)
 
     def rows_from(self, row: int) -> Dense:
         return self
 
     def grad_input(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
-        weight = self.weight.to(grad.dtype)
-        return product(grad, weight, into)
+        return product(grad, _matrix(self.weight).to(grad.dtype), into)
 
     def grad_tensors(
         self, grad: Tensor, x: Tensor, needs: Sequence[bool], onto: Sequence[Tensor | None] | None = None
     ) -> list[Tensor | None]:
         needs_weight, needs_bias = needs
         weight_onto, bias_onto = onto or (None, None)
-        grad_weight = product(grad.T, x, weight_onto) if needs_weight else None
-        grad_bias = None
+        grad_weight, grad_bias = None, None
+        if needs_weight:
+            grad_weight = product(grad.T, x, None if weight_onto is None else _matrix(weight_onto)).view(self.weight.shape)
         if needs_bias and self.bias is not None:
-            grad_bias = grad.sum(0) if bias_onto is None else bias_onto.add_(grad.sum(0))
+            grad_bias = grad.sum(0).view(self.bias.shape)
+            grad_bias = grad_bias if bias_onto is None else bias_onto.add_(grad_bias)
         return [grad_weight, grad_bias]
 
     def write_grads(self, grad: Tensor, x: Tensor, places: Sequence[Tensor | None]) -> None:
         weight, bias = places
         if weight is not None and weight.dtype == grad.dtype:
-            torch.mm(grad.T, x, out=weight)
+            torch.mm(grad.T, x, out=_matrix(weight))
         elif weight is not None:
-            weight.copy_(grad.T @ x)
+            _matrix(weight).copy_(grad.T @ x)
         if bias is not None:
-            bias.copy_(grad.sum(0))
+            bias.copy_(grad.sum(0).view(bias.shape))
 
 
 def product(a: Tensor, b: Tensor, onto: Tensor | None) -> Tensor:
@@ -150,4 +157,9 @@ def stretches(rows: int, columns: int) -> Iterator[slice]:
     yield from (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-_DENSE = _DenseKind()
+def _matrix(weight: Tensor) -> Tensor:
+    """`[heads, D, in]` as `[heads * D, in]`, a copy where strides ask for one; a matrix as it is."""
+    return weight.flatten(0, -2)
+
+
+_DENSE, _DENSE_BY_HEAD = _DenseKind(cuttable=True), _DenseKind(cuttable=False)

@@ -35,8 +35,13 @@ def rope_table(length: int, dim: int, theta: float, *, dtype: torch.dtype, devic
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of `x [B, H, T, D]`: the halves of the first R elements, R = 2 * cos.size(-1), turned against each other."""
+    """Rotary embedding of `x [B, H, T, D]`: the halves of the first R elements, R = 2 * cos.size(-1), turned against each other.
+
+    Angles are `[T, R / 2]`, or `[B or 1, T, R / 2]`.
+    """
     half = cos.size(-1)
+    if cos.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat((*(part.to(x.dtype) for part in turned), rest), -1)

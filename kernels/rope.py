@@ -3,8 +3,8 @@
     first'  = first * cos - second * sin
     second' = second * cos + first * sin
 
-for the leading R = 2 * cos.shape[1] elements of a head; elements beyond R are copied. The rotation is orthogonal, so its gradient is
-the rotation by the negative angle: nothing of x is stored.
+for the leading R = 2 * cos.shape[-1] elements of a head; elements beyond R are copied. The rotation is orthogonal, so its gradient is
+the rotation by the negative angle: nothing of x is stored. Angles that all batch entries share have stride 0 along the batch.
 """
 
 import torch
@@ -31,8 +31,8 @@ def _rotate(
 
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = in_rows & (cols < half)
-    cos = tl.load(cos_ptr + ptr_offset((position, cols), cos_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
-    sin = tl.load(sin_ptr + ptr_offset((position, cols), sin_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
+    cos = tl.load(cos_ptr + ptr_offset((batch, position, cols), cos_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
+    sin = tl.load(sin_ptr + ptr_offset((batch, position, cols), sin_strides), mask=mask, other=0.0).to(ACC)  # [BLOCK_M, BLOCK_N]
     if INVERSE:
         sin = -sin
     first = tl.load(x_ptr + ptr_offset((batch, head, position, cols), x_strides), mask=mask, other=0.0).to(ACC)
@@ -48,9 +48,13 @@ def _rotate(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """`x [B, H, T, D]` rotated by the angles of `cos`, `sin [T, R / 2]`, or back where `inverse`; it lies in memory as `[B, T, H, D]`."""
+    """`x [B, H, T, D]` rotated by the angles of `cos`, `sin`, or back where `inverse`; it lies in memory as `[B, T, H, D]`.
+
+    They are `[T, R / 2]`, or `[B or 1, T, R / 2]` where batch entries have angles of their own, of any strides and floating dtype.
+    """
     batch, heads, length, head_dim = x.shape
-    half = cos.shape[1]
+    half = cos.shape[-1]
+    cos, sin = cos.expand(batch, length, half), sin.expand(batch, length, half)
     out = torch.empty((batch, length, heads, head_dim), dtype=x.dtype, device=x.device).transpose(1, 2)
     tile = rope_tile(half, x.dtype, x.device)
     programs = batch * triton.cdiv(length * heads, tile.block_m)

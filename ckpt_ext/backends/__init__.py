@@ -95,7 +95,10 @@ class Backend(Protocol):
         ...
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-        """Rotary embedding of `x [B, H, T, D]` by the angles of `cos`, `sin [T, R / 2]`, R <= D; `inverse` rotates back (the gradient)."""
+        """Rotary embedding of `x [B, H, T, D]` by the angles of `cos`, `sin`, R <= D; `inverse` rotates back (the gradient).
+
+        They are `[T, R / 2]`, or `[B or 1, T, R / 2]` where batch entries have angles of their own, of any strides and floating dtype.
+        """
         ...
 
     def attention(

@@ -136,10 +136,12 @@ def _scale(weight: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
     batch, heads, length, dim = x.shape
     half = cos.size(-1)
+    cos, sin = (t.expand(-1, length, half).unsqueeze(1) if t.dim() == 3 else t for t in (cos, sin))
     out = x.new_empty(batch, length, heads, dim).transpose(1, 2)
     sign = -1 if inverse else 1
     for span in _spans_of(length, batch * heads * dim, x.device):
-        part, place, cos_part, sin_part = x[:, :, span], out[:, :, span], cos[span], sin[span]
+        part, place = x[:, :, span], out[:, :, span]
+        cos_part, sin_part = (t[..., span, :].to(widened(x.dtype)) for t in (cos, sin))
         first, second = _wide(part[..., :half]), _wide(part[..., half : 2 * half])
         place[..., :half] = (first * cos_part).addcmul_(second, sin_part, value=-sign)
         place[..., half : 2 * half] = (second * cos_part).addcmul_(first, sin_part, value=sign)
