@@ -24,6 +24,7 @@ from .memory import Ledger
 from .modules import EagerBlock, TransformerBlock
 from .spec import Policy
 from .training import LanguageModel, Run, Segments
+from .verdicts import Verdict, hold
 
 PLAIN, TORCH = "plain", "torch checkpoint"
 
@@ -87,16 +88,6 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether a claim held; None where it could not be judged. One that is `required` fails the whole comparison."""
-
-    claim: str
-    ok: bool | None
-    detail: str
-    required: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
     """Everything that `compare` found."""
 
@@ -109,7 +100,7 @@ class Comparison:
     @property
     def ok(self) -> bool:
         """Whether no required verdict failed."""
-        return all(verdict.ok is not False for verdict in self.verdicts if verdict.required)
+        return hold(self.verdicts)
 
 
 def compare(config: Config, windows: Tensor, progress: Callable[[str], None] = lambda phase: None) -> Comparison:

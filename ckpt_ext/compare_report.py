@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .compare import PLAIN, TORCH, Comparison, Figures, Verdict
+from .compare import PLAIN, TORCH, Comparison, Figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,11 +64,6 @@ def title(comparison: Comparison) -> str:
     )
 
 
-def mark(verdict: Verdict) -> str:
-    """One word for a verdict."""
-    return {True: "ok", False: "FAILED", None: "not judged"}[verdict.ok]
-
-
 def as_table(comparison: Comparison) -> Group:
     """The runs as a table, and the verdicts below."""
     from rich import box
@@ -87,8 +82,7 @@ def as_table(comparison: Comparison) -> Group:
         split.add_row(*cells)
     verdicts = Table.grid(padding=(0, 2))
     for verdict in comparison.verdicts:
-        style = {True: "green", False: "bold red", None: "yellow"}[verdict.ok]
-        verdicts.add_row(f"[{style}]{mark(verdict)}[/]", verdict.claim, verdict.detail)
+        verdicts.add_row(f"[{verdict.style}]{verdict.mark}[/]", verdict.claim, verdict.detail)
     return Group(table, split, verdicts, f"\n[dim]{LEGEND}\n{NOTE}[/]")
 
 
@@ -109,7 +103,7 @@ def as_markdown(comparison: Comparison) -> str:
         f"# ckpt-ext compare: {title(comparison)}", "",
         *markdown_table(HEADER, rows(comparison)), "",
         SPLIT_TITLE, "", *markdown_table(SPLIT_HEADER, splits(comparison)), "",
-        *(f"- **{mark(verdict)}**: {verdict.claim}: {verdict.detail}" for verdict in comparison.verdicts), "",
+        *(f"- **{verdict.mark}**: {verdict.claim}: {verdict.detail}" for verdict in comparison.verdicts), "",
         LEGEND, "", NOTE, "",
         f"Measured with {machine}. To measure again:", "",
         f"    {command(comparison)}", "",

@@ -16,7 +16,8 @@ LAYERS = [
     {"reference", "memory", "ledger", "tracing"},
     {"kernels"},
     {"backends"},
-    {"rope", "partition", "slicing", "gradients", "call", "fused_mlp", "attention_half", "mlp_half", "mlp_columns", "mlp_products", "run"},
+    {"rope", "partition", "slicing", "gradients", "call", "fused_mlp", "placement", "attention_half", "mlp_half", "mlp_columns"}
+    | {"mlp_products", "run"},
     {"offload", "segments"},
     {"autograd", "cross_entropy"},
     {"functional"},
@@ -24,9 +25,10 @@ LAYERS = [
     {"shapes", "budget", "costs", "stock", "records", "cost_chain", "fronts", "plan"},
     {"sequential", "testing"},
     {"integrations"},
-    {"text", "training", "machine", "doctor", "compare_config", "compare", "compare_report"},
+    {"text", "training", "machine", "doctor", "verdicts", "truth", "compare_config", "compare", "compare_report"},
+    {"verify_run", "verify", "verify_report", "verify_models"},
     {"fit", "fit_report", "ladder", "explain", "model_costs", "plan_report"},
-    {"cli", "fit_cli", "plan_cli"},
+    {"cli", "fit_cli", "plan_cli", "verify_cli"},
 ]
 # The operator of a GPU's dropout is the kernel's launcher, imported when it is first called.
 LAZY = {("rng", "kernels")}
