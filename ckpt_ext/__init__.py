@@ -4,6 +4,7 @@
 
 from . import functional as functional
 from . import rng as rng
+from .checkpoint import checkpoint as checkpoint
 from .masks import AttentionMask as AttentionMask
 from .masks import attention_mask as attention_mask
 from .modules import EagerBlock as EagerBlock

@@ -110,7 +110,7 @@ def capture(
 
     Raises NotImplementedError where a device has no generator.
     """
-    named = _initialised_devices() if devices is None else [torch.device(device) for device in devices]
+    named = initialised_devices() if devices is None else [torch.device(device) for device in devices]
     defaults = [_default_generator(device) for device in named if device.type != "cpu"]
     return _read([torch.default_generator, *defaults, *generators], python, numpy)
 
@@ -125,7 +125,8 @@ def _read(generators: Sequence[torch.Generator], python: bool, numpy: bool) -> R
     return RngState(states, random.getstate() if python else None, legacy)
 
 
-def _initialised_devices() -> list[torch.device]:
+def initialised_devices() -> list[torch.device]:
+    """All devices of every accelerator that the process has initialised, whether it uses them or not."""
     kinds = [kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_initialized()]
     return [torch.device(kind, index) for kind in kinds for index in range(getattr(torch, kind).device_count())]
 
