@@ -1,6 +1,7 @@
 """A recompute engine for training transformers: blocks keep only their input, and backward rebuilds the rest."""
 
-
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from . import functional as functional
 from . import rng as rng
@@ -13,4 +14,16 @@ from .sequential import checkpoint_sequential as checkpoint_sequential
 from .spec import BlockSpec as BlockSpec
 from .spec import Policy as Policy
 
+if TYPE_CHECKING:
+    from .integrations import SwapReport as SwapReport
+    from .integrations import swap as swap
+    from .integrations import unswap as unswap
 
+_LAZY = {"swap": "integrations", "unswap": "integrations", "SwapReport": "integrations"}
+"""Where public names are that are imported when they are first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

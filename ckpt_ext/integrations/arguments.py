@@ -1,0 +1,66 @@
+"""The arguments of a layer's call: what a block takes from them, what it may leave aside, and what only the original forward honours."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+"""Names that a cache of keys and values has in supported versions of transformers."""
+_LEFT_ASIDE = frozenset({
+    "position_ids", "cache_position", "use_cache", "num_items_in_batch", "output_hidden_states", "return_dict", "labels",
+    "encoder_attention_mask",
+})  # fmt: skip
+"""Arguments on which a layer's result does not depend: positions are in the table and the mask, the rest is for the model around it."""
+_OF_FLASH = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
+"""Arguments that flash attention alone reads."""
+
+
+class Arguments(NamedTuple):
+    """A call's arguments by what they mean."""
+
+    hidden: Any
+    mask: Any
+    table: Any
+    positions: Tensor | None
+    cache: Any
+    unknown: dict[str, Any]
+    """What the block does not know, with a value other than None and False."""
+
+
+@lru_cache
+def _signature(forward: Callable) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+def bind(forward: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], *, table: str | None, flash: bool) -> Arguments:
+    """`args` and `kwargs` of a layer's `forward`, less self, taken apart; `table` names the argument with cosines and sines.
+
+    Raises TypeError where the forward could not be called with them.
+    """
+    bound = _signature(forward).bind(None, *args, **kwargs).arguments
+    given = dict(bound)
+    for parameter in _signature(forward).parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(parameter.name, {})
+    _, hidden, *_ = given.values()
+    names = list(given)
+    known = {names[0], names[1], "attention_mask", table, *CACHES}
+    aside = _LEFT_ASIDE if flash else _LEFT_ASIDE | _OF_FLASH
+    unknown = {name: value for name, value in given.items() if name not in known | aside and value is not None and value is not False}
+    cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
+    return Arguments(
+        hidden, given.get("attention_mask"), None if table is None else given.get(table), given.get("position_ids"), cache, unknown
+    )
+
+
+def has_past(cache: Any, layer_index: int | None) -> bool:
+    """Whether a cache holds keys that the layer would attend to, as far as it can tell."""
+    lengths = getattr(cache, "get_seq_length", None)
+    if lengths is None:
+        return True
+    return bool(lengths() if layer_index is None else lengths(layer_index))

@@ -1,0 +1,162 @@
+"""A layer of transformers that runs as a block: a subclass of its class, so that everything but the forward pass stays what it was."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from ..spec import BackendName, Policy
+from . import arguments, model_masks, parts
+from .decoders import DECODERS
+from .encoders import ENCODERS
+from .family import Family
+
+Fallback = Literal["checkpoint", "none"]
+STATE = "_ckpt_ext"
+
+FAMILIES: dict[str, Family] = {family.path: family for family in (*DECODERS, *ENCODERS)}
+"""The table of each layer class that can be a block, by the class's full name."""
+
+
+@dataclass
+class State:
+    """What a swapped layer knows beyond its parameters: plain data, so that it is copied and pickled with the layer."""
+
+    name: str
+    policy: Policy
+    backend: BackendName
+    fallback: Fallback
+    refused: str | None = None
+    """Why the layer was no block when it was swapped; it goes through the fallback then."""
+    noticed: set[str] = field(default_factory=set)
+    """What has been warned of; one set for all layers of a swap."""
+
+    def notice(self, message: str) -> None:
+        """Warn, once a swap."""
+        if message not in self.noticed:
+            self.noticed.add(message)
+            warnings.warn(f"{self.name or 'layer'} and its like: {message}", stacklevel=2)
+
+
+@functools.cache
+def swapped_class(original: type[Any]) -> type[nn.Module]:
+    """The subclass of `original` whose instances run as blocks."""
+
+    @functools.wraps(original.forward)
+    def forward(self, *args, **kwargs):
+        return _run(self, original, args, kwargs)
+
+    def reduce(self, protocol):
+        made = original.__reduce_ex__(self, protocol)
+        # A class made at run time cannot be found by name; a class made of it, as FSDP's, is its maker's to pickle.
+        return (_remake, (original,), *made[2:]) if type(self) is made_class else made
+
+    # The layer's own switch, stored but not read by the library: it would checkpoint a second time what keeps only its input anyway.
+    switch = property(lambda self: False, lambda self, value: self.__dict__.__setitem__("gradient_checkpointing", value))
+    body = {
+        "__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__,
+        "__reduce_ex__": reduce, "gradient_checkpointing": switch, "_ckpt_ext_original": original,
+    }  # fmt: skip
+    made_class: Any = type(original.__name__, (original,), body)
+    made_class.forward = forward  # set afterwards: the library wraps what it finds when a class is made
+    return made_class
+
+
+def _remake(original: Any) -> nn.Module:
+    kind = swapped_class(original)
+    return kind.__new__(kind)
+
+
+def original_class(layer: nn.Module) -> type[nn.Module]:
+    """The class that a layer had before a swap, or has."""
+    return getattr(type(layer), "_ckpt_ext_original", type(layer))
+
+
+def family_of(layer: nn.Module) -> Family | None:
+    """The table of a layer's class, swapped or not."""
+    return FAMILIES.get(parts.class_path(original_class(layer)))
+
+
+def _run(layer: nn.Module, original: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if not torch.is_grad_enabled() or not _is_differentiated(layer, args, kwargs):
+        return original.forward(layer, *args, **kwargs)
+    state: State = getattr(layer, STATE)
+    family = family_of(layer)
+    if state.refused is not None or family is None:
+        return _fall_back(layer, original, state, args, kwargs)
+    try:
+        attention = family.child(layer, family.attention)
+        implementation = attention.config._attn_implementation
+        call = arguments.bind(original.forward, args, kwargs, table=family.table, flash=implementation in model_masks.FLASH)
+        if call.unknown:
+            raise NotImplementedError(f"arguments must be those of a block, got {', '.join(call.unknown)}")
+        if _records_attentions():
+            state.notice("output_attentions=True asks for attention weights, which blocks do not make: the original forward runs, all kept")
+            return original.forward(layer, *args, **kwargs)
+        if call.cache is not None:
+            if arguments.has_past(call.cache, getattr(attention, "layer_idx", None)):
+                state.notice("a cache with past keys came with gradients on: the original forward runs, all kept")
+                return original.forward(layer, *args, **kwargs)
+            state.notice("a cache came with gradients on and stays empty; set use_cache=False in training")
+        return _block(layer, family, state, call, implementation)
+    except NotImplementedError as error:
+        state.notice(f"no block in this call, since {error}")
+        return _fall_back(layer, original, state, args, kwargs)
+
+
+def _block(layer: nn.Module, family: Family, state: State, call: arguments.Arguments, implementation: str) -> Tensor:
+    family.check(layer)
+    causal, window = family.position(layer)
+    hidden, table = call.hidden, None
+    if family.rotates(layer):
+        if not isinstance(call.table, tuple) or len(call.table) != 2:
+            raise NotImplementedError(f"{family.table} must be a pair of cosines and sines, got {type(call.table).__name__}")
+        half = call.table[0].size(-1) // 2
+        table = call.table[0][..., :half], call.table[1][..., :half]
+    reading = model_masks.read(
+        call.mask, call.positions, implementation=implementation, causal=causal, window=window, batch=hidden.size(0), length=hidden.size(1)
+    )
+    spec = family.spec(layer, reading.causal, reading.window)
+    return functional.block(
+        hidden, family.weights(layer, spec), spec, mask=reading.mask, table=table, policy=state.policy, backend=state.backend,
+        training=True,  # the spec's probabilities are those of children in training
+    )  # fmt: skip
+
+
+def _fall_back(layer: nn.Module, original: type[nn.Module], state: State, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The original forward, checkpointed where the fallback or the library's own switch says so, and where no cache is written to."""
+    kwargs = dict(kwargs)
+    for name in arguments.CACHES:
+        if kwargs.get(name) is not None:
+            if arguments.has_past(kwargs[name], None):
+                return original.forward(layer, *args, **kwargs)
+            state.notice("a cache came with gradients on and stays empty; set use_cache=False in training")
+            kwargs[name] = None
+    if state.fallback == "checkpoint" or (layer.training and layer.__dict__.get("gradient_checkpointing")):
+        from ..checkpoint import checkpoint
+
+        return checkpoint(original.forward, layer, *args, **kwargs)
+    return original.forward(layer, *args, **kwargs)
+
+
+def _is_differentiated(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def tensors() -> Iterator[Tensor]:
+        yield from (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        yield from layer.parameters()
+
+    return any(tensor.requires_grad for tensor in tensors())
+
+
+def _records_attentions() -> bool:
+    """Whether the model around was asked for attention weights."""
+    from transformers.utils import output_capturing
+
+    collected = output_capturing._active_collector.get()
+    return bool(collected) and any("attentions" in key for key in collected)

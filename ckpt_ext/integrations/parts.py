@@ -1,0 +1,119 @@
+"""Reads norms, activations and dropouts out of a layer's children, and refuses by name what the engine could not honour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..spec import GATED_ACTIVATIONS
+from ..validate import is_floating
+from ..weights import NormWeights
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_RECORDER = "transformers.utils.output_capturing"
+"""Hooks of this module record outputs while a model was asked for them (`output_attentions`), and do nothing otherwise."""
+
+_ACTIVATIONS: dict[str, str | Callable[[Any], str]] = {
+    "transformers.activations.SiLUActivation": "silu",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "transformers.activations.GELUActivation": "gelu",
+    "torch.nn.modules.activation.GELU": lambda module: "gelu_tanh" if module.approximate == "tanh" else "gelu",
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "transformers.activations.ReLUSquaredActivation": "relu2",
+}
+_GATED = {pointwise: gated for gated, pointwise in GATED_ACTIVATIONS.items()}
+
+
+def class_path(kind: type) -> str:
+    """A class's full name."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def plain(name: str, module: Any, kind: str) -> None:
+    """Refuse, with NotImplementedError, a module that is not exactly of the class `kind`, or has hooks or a forward of its own."""
+    if class_path(type(module)) != kind:
+        raise NotImplementedError(f"{name} must be exactly {kind.rpartition('.')[2]}, got {type(module).__name__}")
+    untouched(name, module)
+
+
+def untouched(name: str, module: nn.Module) -> None:
+    """Refuse a module with hooks, or with a forward of its own, which would be skipped."""
+    for hooks in _HOOKS:
+        for hook in getattr(module, hooks).values():
+            if getattr(hook, "__module__", None) != _RECORDER:
+                raise NotImplementedError(f"{name} must have no hooks, got {hooks.strip('_')}, which would be skipped")
+    if "forward" in module.__dict__:
+        raise NotImplementedError(f"{name} must keep its class's forward, got one of its own, which would be skipped")
+
+
+def tensors(name: str, weight: Any, bias: Any, shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    """`weight` of `shape` and `bias` of its first axis or None, refused where they are no plain floating-point tensors of that shape."""
+    for part, tensor, expected in (("weight", weight, shape), ("bias", bias, shape[:1])):
+        if tensor is None and part == "bias":
+            continue
+        # Fake tensors stand for plain ones; any other subclass (DTensor, quantised) means arithmetic that the engine would skip.
+        if type(tensor) not in (nn.Parameter, Tensor) and not type(tensor).__module__.startswith("torch._subclasses."):
+            raise NotImplementedError(f"{name}.{part} must be a plain tensor, got {type(tensor).__name__}")
+        if not is_floating(tensor):
+            raise NotImplementedError(f"{name}.{part} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
+        if tensor.shape != expected:
+            raise NotImplementedError(f"{name}.{part} must have shape {list(expected)}, got {list(tensor.shape)}")
+    return weight, bias
+
+
+def epsilon(name: str, module: nn.Module) -> float:
+    """What the norm adds to the variance; the classes of transformers have two names for it."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(eps, float):
+        raise NotImplementedError(f"{name} must have an epsilon, got {eps}")
+    return eps
+
+
+def norm(name: str, module: nn.Module, kind: str, eps: float, width: int) -> NormWeights:
+    """Scale and shift, `width` wide, of a norm of the class `kind` and the block's `eps`."""
+    plain(name, module, kind)
+    if epsilon(name, module) != eps:
+        raise NotImplementedError(f"{name} must have the epsilon of the block's first norm, {eps}, got {epsilon(name, module)}")
+    weight, bias = tensors(name, getattr(module, "weight", None), getattr(module, "bias", None), (width,))
+    return NormWeights(weight, bias)
+
+
+def activation(name: str, module: Any) -> str:
+    """The elementwise function, one of `spec.PLAIN_ACTIVATIONS`, that `module` is."""
+    found = _ACTIVATIONS.get(class_path(type(module)))
+    if found is None:
+        known = sorted({value for value in _ACTIVATIONS.values() if isinstance(value, str)})
+        raise NotImplementedError(f"{name} must be one of {', '.join(known)}, got {type(module).__name__}")
+    untouched(name, module)
+    return found if isinstance(found, str) else found(module)
+
+
+def gated(pointwise: str) -> str:
+    """The gated MLP of an elementwise function."""
+    return _GATED[pointwise]
+
+
+def probability(name: str, place: Any) -> float:
+    """The probability that `place`, a number or an `nn.Dropout`, holds."""
+    if isinstance(place, nn.Module):
+        plain(name, place, "torch.nn.modules.dropout.Dropout")
+        return place.p  # type: ignore[return-value]
+    return place
+
+
+def active_probability(name: str, module: nn.Module) -> float:
+    """The same of an `nn.Dropout`, zero where it is not in training."""
+    p = probability(name, module)
+    return p if module.training else 0.0
+
+
+def width(name: str, module: nn.Module) -> int:
+    """How wide the inputs of a linear child are: `nn.Linear`'s and its like, and the transposed one of GPT-2."""
+    size = getattr(module, "in_features", getattr(module, "nx", None))
+    if not isinstance(size, int):
+        raise NotImplementedError(f"{name} must be a linear layer, got {type(module).__name__}")
+    return size
