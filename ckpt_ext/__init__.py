@@ -18,8 +18,13 @@ if TYPE_CHECKING:
     from .integrations import SwapReport as SwapReport
     from .integrations import swap as swap
     from .integrations import unswap as unswap
+    from .verification import Verification as Verification
+    from .verification import verify as verify
 
-_LAZY = {"swap": "integrations", "unswap": "integrations", "SwapReport": "integrations"}
+_LAZY = {
+    "swap": "integrations", "unswap": "integrations", "SwapReport": "integrations",
+    "verify": "verification", "Verification": "verification",
+}  # fmt: skip
 """Where public names are that are imported when they are first used."""
 
 

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import fit_cli, plan_cli
+from . import fit_cli, plan_cli, verify_cli
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -159,8 +159,13 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     return plan_cli.run_plan(arguments, _console())
 
 
+def _run_verify(arguments: argparse.Namespace) -> int:
+    return verify_cli.run_verify(arguments, _console(), _progress)
+
+
 COMMANDS = {
     "compare": Command("train with and without checkpointing, side by side, and say what differs", _add_compare, _run_compare),
+    "verify": Command("prove on a model that recomputing its blocks changes no gradient", verify_cli.add_verify, _run_verify),
     "fit": Command("say which sequence length or batch fits a device's memory, and how", fit_cli.add_fit, _run_fit),
     "explain": Command("say where a training step's memory goes and what would help", fit_cli.add_explain, _run_explain),
     "plan": Command("say what each block should keep to fit a budget in the least time", plan_cli.add_plan, _run_plan),
