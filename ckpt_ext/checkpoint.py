@@ -97,7 +97,7 @@ def _checkpoint(
     found = _Found(modules=[owner] if isinstance(owner, nn.Module) else [])
     tree = _lift((args, kwargs), found)
     state = ModuleState(found.modules)
-    used = [*found.tensors, *found.inference, *state.tensors()]
+    used = [*found.tensors, *found.inference, *state.tensors]
     if isinstance(owner, nn.Module) and not any(tensor.requires_grad for tensor in used):
         return function(*args, **kwargs)
 

@@ -16,13 +16,8 @@ _SMALL = 1 << 20
 """Bytes of a buffer up to which its values are copied before a forward pass whatever its dtype."""
 
 
-class _Slot(NamedTuple):
-    """A parameter or buffer at the place where its module keeps it."""
-
-    place: dict[str, Any]
-    name: str
-    tensor: Tensor
-    is_buffer: bool
+_Slot = tuple[dict[str, Any], str, Tensor]
+"""A parameter or buffer: the dict of its module that holds it, its name there, and itself."""
 
 
 def devices_of(tensors: Iterable[Tensor]) -> set[torch.device]:
@@ -47,41 +42,37 @@ class ModuleState:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._slots = list(_slots(modules))
-        self._before = [_version(slot.tensor) for slot in self._slots]
-        with torch.no_grad():
-            self._copies = {id(slot.tensor): slot.tensor.clone() for slot in self._slots if slot.is_buffer and _worth_a_copy(slot.tensor)}
+        self._parameters, self._buffers = _slots(modules)
+        self.tensors = [slot[2] for slot in self._parameters] + [slot[2] for slot in self._buffers]
+        self._before = _versions(self.tensors)
         self._after: list[int] | None = None
-        self._written: list[tuple[_Slot, Tensor | None]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._slots)
-
-    def tensors(self) -> list[Tensor]:
-        """All parameters and buffers."""
-        return [slot.tensor for slot in self._slots]
+        self._entries: list[tuple[_Slot, Tensor]] = []
+        self._copies: dict[int, Tensor] = {}
+        if self._buffers:
+            with torch.no_grad():
+                self._copies = {id(buffer): buffer.clone() for _, _, buffer in self._buffers if _worth_a_copy(buffer)}
 
     def settle(self) -> None:
         """Note, after the forward pass, what it wrote to. Raises NotImplementedError for a big packed buffer, whose old values are lost."""
-        self._after = [_version(slot.tensor) for slot in self._slots]
-        self._written = list(self._writes(self._after))
+        self._after = _versions(self.tensors)
+        self._entries = self._values_before(self._after)
         self._copies = {}
 
-    def _writes(self, versions: list[int]) -> Iterator[tuple[_Slot, Tensor | None]]:
-        """What was written to, and with which values a replay begins: None for those that it has by then."""
-        for slot, before, after in zip(self._slots, self._before, versions, strict=True):
-            if not slot.is_buffer:
-                if after != before:
-                    yield slot, None
-            elif after != before or _may_be_statistics(slot.tensor):
-                if id(slot.tensor) not in self._copies:
+    def _values_before(self, after: list[int]) -> list[tuple[_Slot, Tensor]]:
+        """The buffers that were written to, with the values that they had."""
+        entries = []
+        for slot, old, new in zip(self._buffers, self._before[len(self._parameters) :], after[len(self._parameters) :], strict=True):
+            place, name, buffer = slot
+            if old != new or _may_be_statistics(buffer):
+                if id(buffer) not in self._copies:
                     raise NotImplementedError(
-                        f"buffer {self._path(slot)} ({slot.tensor.dtype}, {slot.tensor.nbytes} bytes) is written to by the function; "
+                        f"buffer {self._path(slot)} ({buffer.dtype}, {buffer.nbytes} bytes) is written to by the function; "
                         f"supported are buffers of floating dtypes of two bytes or more, and others up to {_SMALL} bytes"
                     )
-                yield slot, self._copies[id(slot.tensor)]
-            elif slot.place.get(slot.name) is not slot.tensor:
-                yield slot, slot.tensor  # assigned anew: the old one has the old values
+                entries.append((slot, self._copies[id(buffer)]))
+            elif place.get(name) is not buffer:
+                entries.append((slot, buffer))  # assigned anew: the old one has the old values
+        return entries
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:
@@ -90,66 +81,72 @@ class ModuleState:
         Raises ReplayMismatch for one that was changed in place since the forward pass.
         """
         if self._after is None:  # the forward pass differentiates, and is not over
-            written = list(self._writes([_version(slot.tensor) for slot in self._slots]))
+            after = _versions(self.tensors)
+            entries = self._values_before(after)
         else:
-            written = self._written
-            self._check_versions(self._after)
-        present = [(slot, slot.place.get(slot.name)) for slot in self._slots if slot.is_buffer]
-        present += [(slot, slot.place.get(slot.name)) for slot, _ in written if not slot.is_buffer]
+            after, entries = self._after, self._entries
+            self._check_versions(after)
+        written = [slot for slot, old, new in zip(self._parameters, self._before, after, strict=False) if old != new]
         stand_ins: dict[int, Tensor] = {}
         with torch.no_grad():
-            for slot, entry in written:
-                if id(slot.tensor) not in stand_ins:
-                    value = slot.tensor if entry is None else entry
-                    stand_ins[id(slot.tensor)] = value.clone().requires_grad_(slot.tensor.requires_grad)
+            for slot, values in [*entries, *((slot, slot[2]) for slot in written)]:
+                if id(slot[2]) not in stand_ins:  # one that is registered twice stays one
+                    stand_ins[id(slot[2])] = values.clone().requires_grad_(values.requires_grad)
+        present = [(place, name, place.get(name)) for place, name, _ in (*self._buffers, *written)]
         try:
-            for slot, found in present:
-                wanted = stand_ins.get(id(slot.tensor), slot.tensor)
-                if found is not wanted:
-                    slot.place[slot.name] = wanted
+            for place, name, tensor in (*self._buffers, *written):
+                place[name] = stand_ins.get(id(tensor), tensor)
             yield
         finally:
-            for slot, found in present:
-                if slot.place.get(slot.name) is not found:
-                    slot.place[slot.name] = found
+            for place, name, found in present:
+                place[name] = found
 
     def _check_versions(self, after: list[int]) -> None:
-        rewritten = {id(slot.tensor) for slot, _ in self._written if slot.is_buffer}
-        for slot, version in zip(self._slots, after, strict=True):
-            if _version(slot.tensor) != version and id(slot.tensor) not in rewritten:
-                kind = "buffer" if slot.is_buffer else "parameter"
+        present = _versions(self.tensors)
+        if present == after:
+            return
+        known = {id(slot[2]) for slot, _ in self._entries}
+        for index, slot in enumerate((*self._parameters, *self._buffers)):
+            if present[index] != after[index] and id(slot[2]) not in known:
+                kind = "parameter" if index < len(self._parameters) else "buffer"
                 raise ReplayMismatch(
                     f"{kind} {self._path(slot)} was changed in place between the forward pass and its replay",
                     "call backward before the optimizer's step, and load weights before the forward pass.",
                 )
 
     def _path(self, slot: _Slot) -> str:
+        place, name, _ = slot
         for module in self._modules:
             for prefix, child in module.named_modules():
-                if slot.place is child._buffers or slot.place is child._parameters:
-                    return repr(f"{prefix}.{slot.name}" if prefix else slot.name)
-        return repr(slot.name)
+                if place is child._buffers or place is child._parameters:
+                    return repr(f"{prefix}.{name}" if prefix else name)
+        return repr(name)
 
 
-def _slots(modules: Sequence[nn.Module]) -> Iterator[_Slot]:
-    # nn.Module's own iterators do the same several times slower, and make names.
+def _slots(modules: Sequence[nn.Module]) -> tuple[list[_Slot], list[_Slot]]:
+    """Of parameters, and of buffers. nn.Module's own iterators do the same several times slower."""
+    parameters: list[_Slot] = []
+    buffers: list[_Slot] = []
     seen, stack = set(), list(modules)
     while stack:
         module = stack.pop()
-        if id(module) in seen:
+        if module is None or id(module) in seen:
             continue
         seen.add(id(module))
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield _Slot(module._parameters, name, parameter, False)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield _Slot(module._buffers, name, buffer, True)
-        stack.extend(child for child in module._modules.values() if child is not None)
+        for slots, place in (parameters, module._parameters), (buffers, module._buffers):
+            for name, tensor in place.items():
+                if tensor is not None:
+                    slots.append((place, name, tensor))
+        if module._modules:
+            stack.extend(module._modules.values())
+    return parameters, buffers
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors have none
+def _versions(tensors: list[Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # inference tensors have none, and nobody can write to them
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _worth_a_copy(buffer: Tensor) -> bool:
