@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WEIGHT_STEP = -7046029254386353131  # 2**64 divided by the golden ratio, odd, as a signed word
+# Words of 64 bits would put their highest bits where the sum has no room: two changes of sign would cancel.
+_WORD_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_MIX = -7046029254386353131  # 2**64 divided by the golden ratio, odd, as a signed word
 _CHUNK = 1 << 20
-"""Elements summed at a time: the temporaries take 24 MiB whatever the tensor's size."""
+"""Words summed at a time: the temporaries take at most 32 MiB whatever the tensor's size."""
 
 
 def checksum(x: Tensor) -> Tensor:
     """A checksum of the bits of `x`, in order: int64 `[]` on x's device, without a host sync.
 
-    sum(bits_i * weight_i) modulo 2**64 with odd weights: odd numbers have an inverse, so no change of one element goes unseen, be it by a
-    bit. Equal NaNs are equal, and 0.0 and -0.0 are not. Strides do not matter. Tensors made of other tensors (sharded, quantised, sparse)
-    are summed over their parts.
+    sum(word_i * weight_i) modulo 2**64 over words of up to 32 bits, with odd weights: odd numbers have an inverse, so no change of one
+    word goes unseen, be it by a bit. Equal NaNs are equal, and 0.0 and -0.0 are not. Strides do not matter. Tensors made of other tensors
+    (sharded, quantised, sparse) are summed over their parts.
 
     Raises NotImplementedError for a layout whose parts are unknown.
     """
@@ -41,17 +42,22 @@ def _parts(x: Tensor) -> list[Tensor]:
 def _sum_of_parts(parts: list[Tensor]) -> Tensor:
     total = checksum(parts[0])
     for part in parts[1:]:
-        total = total * _WEIGHT_STEP + checksum(part)
+        total = total * _MIX + checksum(part)
     return total
 
 
 def _strided(x: Tensor) -> Tensor:
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
-    bits = x.resolve_neg().reshape(-1).view(_INTEGER_OF_SIZE[x.element_size()])
+    words = x.resolve_neg().reshape(-1).view(_WORD_OF_SIZE[x.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for start in range(0, bits.numel(), _CHUNK):
-        chunk = bits[start : start + _CHUNK]
-        weights = torch.arange(start + 1, start + 1 + chunk.numel(), dtype=torch.int64, device=x.device).mul_(_WEIGHT_STEP).bitwise_or_(1)
-        total += weights.mul_(chunk).sum()
+    for start in range(0, words.numel(), _CHUNK):
+        chunk = words[start : start + _CHUNK]
+        total += _weights(start, chunk.numel(), x.device).mul_(chunk).sum()
     return total
+
+
+def _weights(start: int, count: int, device: torch.device) -> Tensor:
+    # Not in arithmetic progression: the differences of two words would cancel those of two others as far apart.
+    weights = torch.arange(start + 1, start + 1 + count, dtype=torch.int64, device=device).mul_(_MIX)
+    return weights.bitwise_xor_(weights >> 31).mul_(_MIX).bitwise_or_(1)
