@@ -12,9 +12,10 @@ from .call import BlockCall, Shared
 from .cross_entropy import LinearCrossEntropyFunction, Loss
 from .guards import without_autocast
 from .masks import AttentionMask, attention_mask, full_mask
+from .projections import InCall, Projection
 from .rng import Dropout, Site
 from .segments import Place
-from .sites import drops
+from .sites import PROJECTIONS, drops
 from .slicing import slicing
 from .spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, BackendName, BlockSpec, Policy, is_gated
 from .validate import bound, computable, instance, integer, is_integer, number, one_of, probability, score_scale, window_size
@@ -27,8 +28,9 @@ def block(
 ) -> Tensor:  # fmt: skip
     """A transformer block on `x [B, T, dim]` (float64, float32, bfloat16 or float16); y has x's shape and dtype.
 
-    Between forward and backward it keeps what `policy` says, x alone by default. Dropout of `spec` is drawn where `training`, from state
-    reserved in the default generator of x's device. Under autocast the branches compute in autocast's dtype and the residual stream in x's.
+    Between forward and backward it keeps what `policy` says, x alone by default. Dropout of `spec` and of adapters is drawn where
+    `training`, from one state, reserved in the default generator of x's device. Under autocast the branches compute in autocast's dtype
+    and the residual stream in x's.
     Weights may have another dtype than x; each gradient has its tensor's. `mask`, from `attention_mask`, adds documents, padding or a dense
     mask to the spec's causality and window. `table`, cosines and sines `[T, rope_dim / 2]` or `[B or 1, T, rope_dim / 2]` of any strides,
     rotates queries and keys by those angles instead of by `rope_theta`'s, which may be None; it gets no gradient. `place` is for
@@ -41,6 +43,7 @@ def block(
     instance("policy", policy or Policy(), Policy)
     if place is not None:
         instance("place", place, Place)
+    weights = _in_call(weights, x, None)
     layout, tensors = weights.flatten()
     computable("x", x, {f"weight {index}": tensor for index, tensor in enumerate(tensors)})
     policy = policy or Policy()
@@ -50,7 +53,12 @@ def block(
         policy.offload,
     )  # fmt: skip
     full_mask(mask, causal=spec.causal, window=spec.window, shape=(x.size(0), spec.heads, x.size(1), x.size(1)), device=x.device)
-    state = rng.reserve(x.device) if training and drops(spec) else None
+    state, adapters_drop = None, training and any(part.drops for _, part in _projections(weights))
+    if adapters_drop or (training and drops(spec)):
+        state = rng.reserve(x.device)
+    if adapters_drop:
+        weights = _in_call(weights, x, state)
+        tensors = weights.flatten()[1]
     if table is not None:
         rope.check(table, spec, x)
     angles = table or rope.table(spec, x.size(1), call.dtype, x.device)
@@ -207,11 +215,28 @@ def linear_cross_entropy(
 
 
 def _branch_dtype(x: Tensor) -> torch.dtype:
-    """What the branches compute in: autocast's dtype where it is on, else x's. Float64 stays, as autocast leaves it."""
+    """What the branches compute in: autocast's dtype where it is on, else x's."""
+    return _autocast_dtype(x) or x.dtype
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Autocast's dtype where it is on for x. Float64 stays, as autocast leaves it."""
     kind = x.device.type
     if x.dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
-    return x.dtype
+    return None
+
+
+def _projections(weights: BlockWeights) -> list[tuple[str, Projection]]:
+    parts = ((name, getattr(weights, name)) for name in PROJECTIONS)
+    return [(name, part) for name, part in parts if part is not None]
+
+
+def _in_call(weights: BlockWeights, x: Tensor, state: Tensor | None) -> BlockWeights:
+    """The weights as a call of the block on x runs them, whose forward pass has reserved `state`, if any, for adapters."""
+    autocast = _autocast_dtype(x)
+    parts = {name: part.in_call(InCall(PROJECTIONS.index(name), state, autocast)) for name, part in _projections(weights)}
+    return weights._replace(**parts)  # type: ignore[arg-type]
 
 
 def _differentiated(*tensors: Tensor | None) -> bool:

@@ -16,13 +16,29 @@ _STRETCH, _TILE = 1 << 23, 128
 """Elements of a product on their way to a sum of a wider dtype, and rows of a library's tile."""
 
 
+class InCall(NamedTuple):
+    """What a projection learns about the call of the block that it works in."""
+
+    number: int
+    """The projection's, in the order of `sites.PROJECTIONS`."""
+    state: Tensor | None = None
+    """The RNG state of the block's forward pass; None where it draws no mask."""
+    autocast: torch.dtype | None = None
+    """What autocast computes in where the block was called; None where it was off. Inside the block it is off."""
+
+
 class Kind(Protocol):
     """The static part of a projection."""
 
-    arity: int
-    """How many tensors, or Nones in their place, the projection has."""
-    cuttable: bool
-    """Whether `rows` and `columns` may be asked for."""
+    @property
+    def arity(self) -> int:
+        """How many tensors, or Nones in their place, the projection has."""
+        ...
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether `rows` and `columns` may be asked for."""
+        ...
 
     def rows(self, tensors: Sequence[Tensor | None], span: slice) -> list[Tensor | None]:
         """Views of `tensors`, or of tensors of the same shapes: those of the projection to the outputs in `span` alone."""
@@ -44,7 +60,18 @@ class Projection(Protocol):
     def kind(self) -> Kind: ...
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]: ...
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All that the map depends on and autograd may have to know: parameters, and an RNG state, which alone is not floating."""
+        ...
+
+    @property
+    def drops(self) -> bool:
+        """Whether it draws masks in training, hence needs RNG state."""
+        ...
+
+    def in_call(self, call: InCall) -> Projection:
+        """The same map as one call of a block runs it. Raises ValueError where it is not well formed."""
+        ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -68,6 +95,17 @@ class Projection(Protocol):
     def write_grads(self, grad: Tensor, x: Tensor, places: Sequence[Tensor | None]) -> None:
         """Write the gradient of each of `tensors` to its place, in the dtype of that; no work where there is None."""
         ...
+
+
+class Uncut:
+    """What kinds of projections have in common that are asked for neither `rows` nor `columns`."""
+
+    cuttable = False
+
+    def rows(self, tensors: Sequence[Tensor | None], span: slice) -> list[Tensor | None]:
+        raise TypeError(f"{type(self).__name__} is a kind of projection that cannot be cut")
+
+    columns = rows
 
 
 class _DenseKind:
@@ -111,6 +149,13 @@ class Dense(NamedTuple):
         bias = None if self.bias is None else self.bias.flatten().to(x.dtype)
         return torch.nn.functional.linear(x, _matrix(self.weight).to(x.dtype), bias)
 
+    @property
+    def drops(self) -> bool:
+        return False
+
+    def in_call(self, call: InCall) -> Dense:
+        return self
+
     def rows_from(self, row: int) -> Dense:
         return self
 
@@ -138,6 +183,14 @@ class Dense(NamedTuple):
             _matrix(weight).copy_(grad.T @ x)
         if bias is not None:
             bias.copy_(grad.sum(0).view(bias.shape))
+
+
+def write_by_copy(projection: Projection, grad: Tensor, x: Tensor, places: Sequence[Tensor | None]) -> None:
+    """`Projection.write_grads` by way of `grad_tensors`."""
+    grads = projection.grad_tensors(grad, x, [place is not None for place in places])
+    for place, grad_tensor in zip(places, grads, strict=True):
+        if place is not None and grad_tensor is not None:
+            place.copy_(grad_tensor)
 
 
 def product(a: Tensor, b: Tensor, onto: Tensor | None) -> Tensor:

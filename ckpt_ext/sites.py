@@ -1,4 +1,4 @@
-"""Where a block drops elements, and with which probability: its RNG sites."""
+"""Where a block drops elements, and with which probability: its RNG sites, and those of its projections' adapters."""
 
 from typing import NamedTuple
 
@@ -6,6 +6,18 @@ from torch import Tensor
 
 from .rng import Dropout, Site
 from .spec import BlockSpec
+
+PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
+"""The projections of a block, as `weights.BlockWeights` calls them. Their order numbers the sites of adapters: it must stay."""
+
+_FIRST_ADAPTER_SITE, _LAST_SITE = 16, 255
+MOST_ADAPTERS = (_LAST_SITE - _FIRST_ADAPTER_SITE + 1) // len(PROJECTIONS)
+"""Of one projection, with sites of their own."""
+
+
+def adapter_site(projection: int, adapter: int) -> int:
+    """The site of a projection's adapter, both given by number; the same however many adapters other projections have."""
+    return _FIRST_ADAPTER_SITE + adapter * len(PROJECTIONS) + projection
 
 
 class BlockDropout(NamedTuple):

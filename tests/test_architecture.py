@@ -12,7 +12,8 @@ import ckpt_ext
 PACKAGE = Path(ckpt_ext.__file__).parent
 # From the bottom up; a module may import from lower layers and its own. What several layers share stands below all of them.
 LAYERS = [
-    {"validate", "spec", "host", "storages", "extension", "philox", "rng", "masks", "scoring", "sites", "guards", "projections", "weights"},
+    {"validate", "spec", "host", "storages", "extension", "philox", "rng", "masks", "scoring", "sites", "guards"},
+    {"projections", "lora", "called", "weights"},
     {"checksums", "replay", "surroundings", "checkpoint"},
     {"reference", "memory", "ledger", "tracing"},
     {"kernels"},
