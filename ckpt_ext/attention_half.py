@@ -1,6 +1,6 @@
-"""The attention half of a block, `mid = x + drop(out(attention(q, k, v of norm(x))))`, forward and backward on plain tensors.
+"""The attention half of a block: the branch `out(attention(q, k, v of norm(x)))`, forward and backward on plain tensors.
 
-The last sum of forward is left to the MLP half, whose norm is taken in the same pass.
+Which norm x has, if any, and how the branch joins the stream is `ckpt_ext.placement`'s.
 """
 
 from __future__ import annotations
@@ -12,34 +12,38 @@ from torch import Tensor
 
 from .call import BlockCall, Shared, flat
 from .gradients import Gradients, in_dtype_of
+from .placement import halves
 from .projections import Projection
 from .scoring import Scoring
 from .slicing import spans
 from .spec import BlockSpec
 from .weights import BlockWeights, NormWeights
 
-PARTS = ("attention_norm", "q", "k", "v", "q_norm", "k_norm", "sinks", "out")
+PARTS = ("attention_norm", "q", "k", "v", "q_norm", "k_norm", "sinks", "out", "attention_out_norm")
 """The parameters of this half."""
 
-_BEFORE_OUT = PARTS[:-1]
+_INSIDE = ("q", "k", "v", "q_norm", "k_norm", "sinks")
 
 
 def internals_of(spec: BlockSpec) -> tuple[str, ...]:
-    """What lies between x and the half's output: the normed rows and their statistics, q, k and v as attention takes them, its output and
-    log-sum-exp; where queries and keys have a norm, also what goes into that and the statistics of its rows."""
+    """What lies between x and the branch: the normed rows and their statistics, where x has a norm; q, k and v as attention takes them, its
+    output and log-sum-exp; where queries and keys have a norm, also what goes into that and the statistics of its rows."""
+    entered = ("normed", "stats") if halves(spec).attention.entry else ()
     normed = ("raw_q", "raw_k", "q_stats", "k_stats") if spec.qk_norm else ()
-    return ("normed", "stats", *normed, "q", "k", "v", "out", "lse")
+    return (*entered, *normed, "q", "k", "v", "out", "lse")
 
 
-def forward(
+def rebuild(
     call: BlockCall, weights: BlockWeights, x: Tensor, shared: Shared, kept: Mapping[str, Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """What x has yet to be added to, rows `[N, dim]`, and the internals by name; the normed rows, cheap to make again, only for save="all".
+) -> dict[str, Tensor]:
+    """The internals by name; the normed rows, cheap to make again, only for save="all".
 
     What `kept` has of them ("out" and "lse", if any) is taken from there, not computed.
     """
-    normed, stats = _normed(call, weights, x)
-    internals = {"normed": normed, "stats": stats} if call.save == "all" else {"stats": stats}
+    normed, stats = halves(call.spec).attention.enter(call, weights, flat(x))
+    internals: dict[str, Tensor] = {}
+    if stats is not None:
+        internals = {"normed": normed, "stats": stats} if call.save == "all" else {"stats": stats}
     rows = {"q": weights.q(normed), "k": weights.k(normed), "v": weights.v(normed)}
     del normed
     if call.spec.qk_norm:
@@ -56,31 +60,40 @@ def forward(
         out, lse = kept["out"], kept["lse"]
     else:
         out, lse = call.backend.attention(q, k, v, call.scoring(weights, x, shared))
-    return weights.out(_rows(out)), internals | {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    return internals | {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+
+
+def project(weights: BlockWeights, internals: Mapping[str, Tensor]) -> Tensor:
+    """The branch, rows `[N, dim]`."""
+    return weights.out(_rows(internals["out"]))
 
 
 def backward(
-    call: BlockCall, weights: BlockWeights, needs: Mapping[str, Sequence[bool]], needs_x: bool, grad_mid: Tensor, x: Tensor,
+    call: BlockCall, weights: BlockWeights, needs: Mapping[str, Sequence[bool]], needs_x: bool, x: Tensor,
     internals: dict[str, Tensor], shared: Shared,
 ) -> tuple[Tensor | None, Gradients]:  # fmt: skip
-    """Gradients of x (None unless `needs_x`) and of this half's parameters. Empties `internals` as it goes."""
-    grads: Gradients = {}
-    grad_branch = grad_mid
+    """Gradients of x, as rows (None unless `needs_x`), and of this half's parameters.
+
+    Empties `internals` as it goes. They have, beside those of forward and of `Half.joint`, rows of two gradients: "grad_mid" of what the
+    branch and the stream make where they join, and "grad_stream" of x on all other paths, where that is not what the join itself gives.
+    """
+    half = halves(call.spec).attention
     dropout = shared.dropout(call.spec).attention_residual
-    if dropout is not None:
-        grad_branch = call.backend.dropout(grad_mid, dropout)
-    grad_branch = flat(grad_branch).to(call.dtype)
+    grad_branch, onto, grads = half.through_join(call, weights, needs, internals.pop("grad_mid"), internals, dropout)
+    onto = internals.pop("grad_stream", onto)
+    grad_branch = grad_branch.to(call.dtype)
     grads["out"] = weights.out.grad_tensors(grad_branch, _rows(internals["out"]), needs["out"])
-    if needs_x or any(any(needs.get(part, ())) for part in _BEFORE_OUT):
+    needs_rows = needs_x or (half.entry is not None and any(needs[half.entry]))
+    if needs_rows or any(any(needs.get(part, ())) for part in _INSIDE):
         scoring = call.scoring(weights, x, shared)
         rows, grad_sinks = _through_attention(call, weights.out, grad_branch, x, internals, scoring, shared)
         del grad_branch
         if grad_sinks is not None:
             grads["sinks"] = [grad_sinks if needs["sinks"][0] else None]
-        stats = internals.pop("stats")
+        stats = internals.pop("stats", None)
         normed = internals.pop("normed", None)
         if normed is None and any(any(needs[part]) for part in "qkv"):
-            normed = _normed(call, weights, x)[0]
+            normed = half.enter(call, weights, flat(x))[0]
         grad_normed = None
         for part in "qkv":
             projection: Projection = getattr(weights, part)
@@ -89,17 +102,17 @@ def backward(
                 norm = f"{part}_norm"
                 grad, grads[norm] = _through_qk_norm(call, grad, part, getattr(weights, norm), needs[norm], internals)
             grads[part] = [None] * len(needs[part]) if normed is None else projection.grad_tensors(grad, normed, needs[part])
-            if needs_x or any(needs["attention_norm"]):
+            if needs_rows:
                 grad_normed = projection.grad_input(grad, into=grad_normed)
         del normed, grad
-        onto = flat(grad_mid) if needs_x else None
-        grad_rows, grads["attention_norm"] = call.through_norm(
-            grad_normed, flat(x), weights.attention_norm, stats, needs["attention_norm"], onto=onto
+        grad_rows, entry_grads = half.through_entry(
+            call, weights, needs, grad_normed, flat(x), stats, onto=onto if needs_x else None
         )
+        grads |= entry_grads
     else:
         grad_rows = None
     grads = {part: in_dtype_of(grads[part], getattr(weights, part)) for part in grads}
-    return None if grad_rows is None else grad_rows.view(x.shape), grads
+    return grad_rows, grads
 
 
 def _through_attention(
@@ -156,11 +169,6 @@ def _through_qk_norm(
         _norm_rows(call.spec, grad), _norm_rows(call.spec, raw), *norm, stats, call.norm, params=any(needs)
     )
     return grad_raw.view(raw.shape), [g if need else None for g, need in zip(grad_params, needs, strict=True)]
-
-
-def _normed(call: BlockCall, weights: BlockWeights, x: Tensor) -> tuple[Tensor, Tensor]:
-    normed, stats = call.backend.norm(flat(x), *weights.attention_norm, call.norm)
-    return normed.to(call.dtype), stats
 
 
 def _norm_rows(spec: BlockSpec, rows: Tensor) -> Tensor:

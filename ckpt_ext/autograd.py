@@ -41,7 +41,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import attention_half, mlp_half
+from . import mlp_half
 from .backends import Backend, NormSpec
 from .call import BlockCall, Shared, flat
 from .fused_mlp import fused_hidden
@@ -51,7 +51,7 @@ from .masks import AttentionMask, full_mask
 from .offload import park, saved_by
 from .projections import Dense, Projection
 from .rng import Dropout, Site
-from .run import kept_names, run_block
+from .run import differentiate_block, run_block
 from .scoring import Scoring
 from .segments import Place
 from .spec import pointwise
@@ -93,24 +93,8 @@ class BlockFunction(torch.autograd.Function):
         del rest
         shared, tensors, needs_tensors = Shared(*inputs[:_SHARED]), inputs[_SHARED:], needs_inputs[_SHARED:]
         weights, needs = call.layout.bind(tensors), call.layout.split(needs_tensors)
-        needs_mid = needs_x or any(any(needs.get(part, ())) for part in attention_half.PARTS)
-
         with without_autocast(x):
-            internals = dict(zip(kept_names(call), kept, strict=False))
-            slices: list[dict[str, Tensor]] = []
-            branch = None
-            if call.save == "all":
-                slices = mlp_half.unpack(call, weights, kept[len(internals) :])
-            else:
-                branch, internals = attention_half.forward(call, weights, x, shared, kept=internals)
-            grad_mid, grads = mlp_half.backward(call, weights, needs, needs_mid, grad_y, branch, x, slices, shared)
-            del branch
-            grad_x = None
-            if grad_mid is not None:
-                grad_x, attention_grads = attention_half.backward(
-                    call, weights, needs, needs_x, grad_mid, x, internals, shared
-                )
-                grads |= attention_grads
+            grad_x, grads = differentiate_block(call, weights, needs, needs_x, grad_y, x, kept, shared)
         return None, None, grad_x, *[None] * _SHARED, *call.layout.join(grads)
 
 

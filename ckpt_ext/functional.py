@@ -43,6 +43,7 @@ def block(
     instance("policy", policy or Policy(), Policy)
     if place is not None:
         instance("place", place, Place)
+    weights.check(spec)
     weights = _in_call(weights, x, None)
     layout, tensors = weights.flatten()
     computable("x", x, {f"weight {index}": tensor for index, tensor in enumerate(tensors)})

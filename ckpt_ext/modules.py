@@ -13,11 +13,11 @@ from .segments import Place
 from .sites import drops
 from .spec import BackendName, BlockSpec, Policy
 from .validate import instance, one_of
-from .weights import BlockWeights, Sinks
+from .weights import BlockWeights, NormWeights, Sinks
 
 
 class TransformerBlock(nn.Module):
-    """A pre-norm transformer block that keeps between forward and backward what `policy` says, its input alone by default.
+    """A transformer block that keeps between forward and backward what `policy` says, its input alone by default.
 
     `y = block(x)` with x and y `[B, T, spec.dim]`, or `block(x, mask=attention_mask(...))` with documents, padding or a dense mask.
     Parameters live in ordinary `nn.Linear`, `nn.RMSNorm` and `nn.LayerNorm` children, whose forward is stepped around: a child that has
@@ -59,28 +59,39 @@ class TransformerBlock(nn.Module):
         qk_norms = (make_norm(width, eps=spec.norm_eps, **where) if spec.qk_norm else None for width in spec.qk_norm_widths)
         self.q_norm, self.k_norm = qk_norms
         self.sinks = nn.Parameter(torch.zeros(spec.heads, **where)) if spec.sinks else None
+        sandwich = spec.norm_placement == "sandwich"
+        out_norms = (make_norm(spec.dim, eps=spec.norm_eps, **where) if sandwich else None for _ in range(2))
+        self.attention_out_norm, self.mlp_out_norm = out_norms
         if spec.norm_offset:
             with torch.no_grad():
-                for norm in (self.attention_norm, self.mlp_norm, self.q_norm, self.k_norm):
-                    if norm is not None:
+                for norm in self.children():
+                    if isinstance(norm, make_norm):
                         norm.weight.sub_(spec.norm_offset)
 
     def weights(self) -> BlockWeights:
         """The parameters in the engine's form; raises NotImplementedError for a child that it could not honour."""
         return BlockWeights(
-            attention_norm=adopt.norm("attention_norm", self.attention_norm, self.spec, self.spec.dim),
+            attention_norm=self._norm("attention_norm", self.spec.dim),
             q=adopt.dense("q_proj", self.q_proj),
             k=adopt.dense("k_proj", self.k_proj),
             v=adopt.dense("v_proj", self.v_proj),
             out=adopt.dense("out_proj", self.out_proj),
-            mlp_norm=adopt.norm("mlp_norm", self.mlp_norm, self.spec, self.spec.dim),
+            mlp_norm=self._norm("mlp_norm", self.spec.dim),
             gate=None if self.gate_proj is None else adopt.dense("gate_proj", self.gate_proj),
             up=adopt.dense("up_proj", self.up_proj),
             down=adopt.dense("down_proj", self.down_proj),
-            q_norm=None if self.q_norm is None else adopt.norm("q_norm", self.q_norm, self.spec, self.spec.qk_norm_widths[0]),
-            k_norm=None if self.k_norm is None else adopt.norm("k_norm", self.k_norm, self.spec, self.spec.qk_norm_widths[1]),
+            q_norm=self._optional_norm("q_norm", self.spec.qk_norm_widths[0]),
+            k_norm=self._optional_norm("k_norm", self.spec.qk_norm_widths[1]),
             sinks=None if self.sinks is None else Sinks(self.sinks),
+            attention_out_norm=self._optional_norm("attention_out_norm", self.spec.dim),
+            mlp_out_norm=self._optional_norm("mlp_out_norm", self.spec.dim),
         )
+
+    def _norm(self, name: str, width: int) -> NormWeights:
+        return adopt.norm(name, getattr(self, name), self.spec, width)
+
+    def _optional_norm(self, name: str, width: int) -> NormWeights | None:
+        return None if getattr(self, name) is None else self._norm(name, width)
 
     def forward(self, x: Tensor, *, mask: AttentionMask | None = None, place: Place | None = None) -> Tensor:
         return functional.block(

@@ -4,6 +4,8 @@ Nothing here is fast or frugal. All of it runs in float64, and draws the masks o
 compared element by element. Against `torch.nn.Dropout` only the distribution of masks can agree.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -131,7 +133,22 @@ def block(
     def residual(branch: Tensor, stream: Tensor, dropout: Dropout | None) -> Tensor:
         return stream + (branch if dropout is None else rng.dropout(branch, dropout))
 
-    rows = normed(x, weights.attention_norm)
+    def same(y: Tensor) -> Tensor:
+        return y
+
+    def by(parameters) -> Callable[[Tensor], Tensor]:
+        return lambda y: normed(y, parameters)
+
+    # What stands before a branch, over it, and over its sum with the stream: of the attention half, then of the MLP half.
+    first, second = by(weights.attention_norm), by(weights.mlp_norm)
+    before, over, behind = {
+        "pre": ((first, second), (same, same), (same, same)),
+        "post": ((same, same), (same, same), (first, second)),
+        "branch": ((same, same), (first, second), (same, same)),
+        "sandwich": ((first, second), (by(weights.attention_out_norm), by(weights.mlp_out_norm)), (same, same)),
+    }[spec.norm_placement]
+
+    rows = before[0](x)
     q, k, v = heads(weights.q, rows, weights.q_norm), heads(weights.k, rows, weights.k_norm), heads(weights.v, rows)
     if table is not None:
         q, k = rotate(q, *table), rotate(k, *table)
@@ -146,8 +163,9 @@ def block(
     else:
         sinks = None if weights.sinks is None else weights.sinks.logits
         out = attention(q, k, v, mask=whole, scale=spec.scale, softcap=spec.softcap, sinks=sinks, dropout=drop.attention)
-    mid = residual(weights.out(out.transpose(1, 2).flatten(2)), x, drop.attention_residual)
+    mid = behind[0](residual(over[0](weights.out(out.transpose(1, 2).flatten(2))), x, drop.attention_residual))
 
-    rows = normed(mid, weights.mlp_norm)
+    rows = before[1](x if spec.parallel else mid)
     gate = None if weights.gate is None else weights.gate(rows)
-    return residual(weights.down(hidden(gate, weights.up(rows), spec.activation, drop.mlp)), mid, drop.mlp_residual)
+    branch = weights.down(hidden(gate, weights.up(rows), spec.activation, drop.mlp))
+    return behind[1](residual(over[1](branch), mid, drop.mlp_residual))

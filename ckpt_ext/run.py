@@ -1,26 +1,94 @@
-"""A block's forward pass, both halves, on plain tensors."""
+"""A block, forward and backward, both halves, on plain tensors."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from . import attention_half, mlp_half
-from .call import BlockCall, Shared
+from .call import BlockCall, Shared, flat
+from .gradients import Gradients
+from .mlp_half import Stream
+from .mlp_products import place_of
+from .placement import halves
 from .weights import BlockWeights
+
+Needs = Mapping[str, Sequence[bool]]
 
 
 def run_block(call: BlockCall, weights: BlockWeights, x: Tensor, shared: Shared) -> tuple[Tensor, list[Tensor]]:
     """The block's output, and what `call.save` keeps besides the inputs: internals of the attention half, then the rest for "all"."""
-    branch, internals = attention_half.forward(call, weights, x, shared, kept={})
+    internals = attention_half.rebuild(call, weights, x, shared, kept={})
+    branch = attention_half.project(weights, internals)
     # What backward rebuilds is dropped before the MLP half makes its own.
     kept = list(map(internals.__getitem__, kept_names(call)))
     del internals
-    y, slices = mlp_half.forward(call, weights, branch, x, shared)
+    stream, joined = _join(call, weights, branch, x, shared)
+    if call.save == "all":
+        kept += map(joined.__getitem__, _names_of_join(call))
+    del branch, joined
+    y, slices = mlp_half.forward(call, weights, stream, shared)
     if call.save == "all":
         kept += (tensor for internals in slices for tensor in internals.values())
-    return y, kept
+    return y.view(x.shape), kept
 
 
 def kept_names(call: BlockCall) -> tuple[str, ...]:
     """Which internals of the attention half are kept."""
     return {"input": (), "attention": ("out", "lse"), "all": attention_half.internals_of(call.spec)}[call.save]
+
+
+def differentiate_block(
+    call: BlockCall, weights: BlockWeights, needs: Needs, needs_x: bool, grad_y: Tensor, x: Tensor, kept: Sequence[Tensor], shared: Shared
+) -> tuple[Tensor | None, Gradients]:
+    """Gradients of x (None unless `needs_x`) and of the parameters by part, from what `run_block` has `kept`."""
+    names = (*kept_names(call), *(_names_of_join(call) if call.save == "all" else ()))
+    internals = dict(zip(names, kept, strict=False))
+    slices = mlp_half.unpack(call, weights, kept[len(internals) :]) if call.save == "all" else []
+    needs_attention = needs_x or any(any(needs.get(part, ())) for part in attention_half.PARTS)
+    if call.save == "all":
+        stream = Stream(internals.pop("mid", flat(x)))
+    elif call.spec.parallel:
+        stream = Stream(flat(x))
+        internals = attention_half.rebuild(call, weights, x, shared, kept=internals) if needs_attention else {}
+    else:
+        internals = attention_half.rebuild(call, weights, x, shared, kept=internals)
+        stream, joined = _join(call, weights, attention_half.project(weights, internals), x, shared)
+        joined.pop("mid", None)
+        internals |= joined
+        del joined
+    needs_rows = needs_x if call.spec.parallel else needs_attention
+    grad_rows, grads = mlp_half.backward(call, weights, needs, needs_rows, flat(grad_y), stream, slices, shared)
+    del stream
+    if not needs_attention:
+        return None, grads
+    # They go over with the internals, so that the attention half can free each as soon as it is done with it.
+    if not call.spec.parallel:
+        assert grad_rows is not None
+        internals["grad_mid"] = grad_rows
+    else:
+        internals["grad_mid"] = flat(grad_y)
+        if grad_rows is not None:
+            internals["grad_stream"] = grad_rows
+    del grad_rows
+    grad_x, attention_grads = attention_half.backward(call, weights, needs, needs_x, x, internals, shared)
+    return None if grad_x is None else grad_x.view(x.shape), grads | attention_grads
+
+
+def _names_of_join(call: BlockCall) -> tuple[str, ...]:
+    """What backward needs of where attention's branch joins x, with "mid", what they make: nothing in blocks without a norm there."""
+    joint = halves(call.spec).attention.joint
+    return (*joint, "mid") if joint else ()
+
+
+def _join(call: BlockCall, weights: BlockWeights, branch: Tensor, x: Tensor, shared: Shared) -> tuple[Stream, dict[str, Tensor]]:
+    """What the MLP half begins with, and by name what `_names_of_join` lists; `branch` joins x here, or else a slice at a time there."""
+    rows, keep = flat(x), call.save == "all"
+    if call.spec.adds_late:
+        return Stream(rows, branch=branch, place=None if keep else place_of(branch, rows)), {}
+    half = halves(call.spec).attention
+    mid, joined = half.join(call, weights, branch, rows, shared.dropout(call.spec).attention_residual)
+    if call.spec.parallel:
+        return Stream(rows, onto=mid, place=mid), {}
+    return Stream(mid, place=None if keep else mid), joined | {"mid": mid}

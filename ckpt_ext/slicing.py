@@ -63,7 +63,7 @@ def slicing(
     trained = _Trained(sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors))
     kind = "cpu" if device.type == "cpu" else "other"
     by_tokens, by_hidden = _candidates(spec, tokens, kind, slices, trained)
-    if by_hidden.hidden is None or spec.mlp_dropout or not all(part.kind.cuttable for part in projections):
+    if by_hidden.hidden is None or spec.mlp_dropout or not spec.adds_late or not all(part.kind.cuttable for part in projections):
         return by_tokens
     return min(by_tokens, by_hidden, key=lambda cut: _peak(spec, tokens, dtype.itemsize, cut, trained))
 
@@ -129,5 +129,6 @@ def working_set(spec: BlockSpec, tokens: int, itemsize: int, *, trained: bool = 
     elements = (3 if spec.gated else 2) * spec.dim * spec.hidden_dim if trained else 0
     gradients = _Trained(elements, elements * itemsize)
     by_tokens, by_hidden = _candidates(spec, tokens, "other", "auto", gradients)
-    cuts = [by_tokens] if by_hidden.hidden is None or spec.mlp_dropout else [by_tokens, by_hidden]
+    by_tokens_alone = by_hidden.hidden is None or spec.mlp_dropout or not spec.adds_late
+    cuts = [by_tokens] if by_tokens_alone else [by_tokens, by_hidden]
     return tokens * itemsize * spec.dim + min(_peak(spec, tokens, itemsize, cut, gradients) for cut in cuts)

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from .validate import bound, instance, number, one_of, positive_int, probability, score_scale, window_size
 
 Norm = Literal["rms", "layer"]
+NormPlacement = Literal["pre", "post", "branch", "sandwich"]
 QkNorm = Literal["head", "row"]
 Save = Literal["input", "attention", "all"]
 BackendName = Literal["auto", "triton", "aten"]
@@ -29,9 +30,17 @@ def pointwise(activation: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """Every static property of a pre-norm transformer block.
+    """Every static property of a transformer block, `y [B, T, dim]` of `x [B, T, dim]`.
 
-    `y = mid + drop(mlp(norm(mid)))` with `mid = x + drop(out(attention(q, k, v of norm(x))))` and x of shape `[B, T, dim]`.
+    With `attn(n) = out(attention(q, k, v of n))`, and N1, N2 the block's `attention_norm` and `mlp_norm`, by `norm_placement`:
+
+        pre         mid = x + drop(attn(N1(x)))         y = mid + drop(mlp(N2(mid)))         Llama, GPT-2
+        post        mid = N1(x + drop(attn(x)))         y = N2(mid + drop(mlp(mid)))         BERT; arXiv:1706.03762
+        branch      mid = x + drop(N1(attn(x)))         y = mid + drop(N2(mlp(mid)))         OLMo 2, arXiv:2501.00656
+        sandwich    mid = x + drop(M1(attn(N1(x))))     y = mid + drop(M2(mlp(N2(mid))))     Gemma 2, arXiv:2408.00118
+
+    with M1, M2 its `attention_out_norm` and `mlp_out_norm`; and where `parallel`, with "pre" alone,
+    `y = x + drop(attn(N1(x))) + drop(mlp(N2(x)))` (GPT-NeoX, arXiv:2204.06745).
 
     Raises ValueError where a value makes no block, naming the field.
     """
@@ -47,6 +56,9 @@ class BlockSpec:
     norm_eps: float = 1e-5
     norm_offset: float = 0.0
     """Added to the norm weight in float32 before it scales: 1.0 is Gemma's `1 + w`."""
+    norm_placement: NormPlacement = "pre"
+    parallel: bool = False
+    """Whether the MLP reads the block's input, not what attention has been added to."""
     activation: str = "swiglu"
     rope_theta: float | None = None
     """Base of the rotary embedding (arXiv:2104.09864), halves of a head rotated against each other; None means none."""
@@ -85,7 +97,7 @@ class BlockSpec:
         self._default("rope_dim", self.head_dim)
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads={self.heads}, got {self.kv_heads}")
-        for name in ("causal", "sinks", "qkv_bias", "out_bias", "mlp_bias"):
+        for name in ("parallel", "causal", "sinks", "qkv_bias", "out_bias", "mlp_bias"):
             instance(name, getattr(self, name), bool)
         number("norm_eps", self.norm_eps)
         number("norm_offset", self.norm_offset)
@@ -97,6 +109,9 @@ class BlockSpec:
             if self.rope_theta is not None:
                 raise ValueError(f"rope_dim must be even and at most head_dim={self.head_dim}, got {self.rope_dim}")
         one_of("norm", self.norm, get_args(Norm))
+        one_of("norm_placement", self.norm_placement, get_args(NormPlacement))
+        if self.parallel and self.norm_placement != "pre":
+            raise ValueError(f"parallel must be False where norm_placement={self.norm_placement!r}, got True")
         if self.qk_norm is not None:
             one_of("qk_norm", self.qk_norm, get_args(QkNorm))
         window_size("window", self.window)
@@ -127,6 +142,11 @@ class BlockSpec:
         return self.head_dim, self.head_dim
 
     @property
+    def adds_late(self) -> bool:
+        """Whether the sum that ends the attention half and the norm that begins the MLP's are one operation: the plain pre-norm block."""
+        return self.norm_placement == "pre" and not self.parallel
+
+    @property
     def gated(self) -> bool:
         """Whether the MLP has a gate projection beside the up projection."""
         return is_gated(self.activation)
@@ -144,8 +164,9 @@ class Policy:
     slices: int | Literal["auto"] = "auto"
     """At most how many slices the MLP half is run in, and groups of heads the attention half's backward: more mean less memory. "auto"
     chooses by shape and device. The MLP's slices are of tokens or of hidden units, whichever is modelled to take less for the shape and for
-    what of it is trained (`ckpt_ext.slicing`); always of tokens where `mlp_dropout` is above zero and where a fused kernel makes the hidden
-    layer. Bits are equal between policies of equal slices, where the same weights are trained."""
+    what of it is trained (`ckpt_ext.slicing`); always of tokens where `mlp_dropout` is above zero, where a fused kernel makes the hidden
+    layer, and where norms or branches lie otherwise than in a plain pre-norm block. Bits are equal between policies of equal slices, where
+    the same weights are trained."""
     offload: bool = False
     """Whether the input waits for backward in the host's memory (`ckpt_ext.offload`)."""
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .projections import Projection
+from .spec import BlockSpec
 
 
 class _PlainKind(NamedTuple):
@@ -69,6 +70,23 @@ class BlockWeights(NamedTuple):
     q_norm: NormWeights | None = None
     k_norm: NormWeights | None = None
     sinks: Sinks | None = None
+    attention_out_norm: NormWeights | None = None
+    mlp_out_norm: NormWeights | None = None
+
+    def check(self, spec: BlockSpec) -> None:
+        """Raise ValueError, naming the part, where a part that a block of `spec` has is None, or one that it has not is given."""
+        for field, names, has in (
+            ("norm_placement", ("attention_norm", "mlp_norm"), True),
+            ("norm_placement", ("attention_out_norm", "mlp_out_norm"), spec.norm_placement == "sandwich"),
+            ("activation", ("gate",), spec.gated),
+            ("qk_norm", ("q_norm", "k_norm"), spec.qk_norm is not None),
+            ("sinks", ("sinks",), spec.sinks),
+        ):
+            for name in names:
+                part = getattr(self, name)
+                if (part is not None) != has:
+                    got = "None" if part is None else type(part).__name__
+                    raise ValueError(f"{name} must be {'given' if has else 'None'} where {field}={getattr(spec, field)!r}, got {got}")
 
     def flatten(self) -> tuple[Layout, list[Tensor | None]]:
         """The static layout, and every tensor in its order."""

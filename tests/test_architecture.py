@@ -28,7 +28,7 @@ LAYERS = [
     {"sequential", "testing"},
     {"integrations"},
     {"text", "training", "machine", "doctor", "verdicts", "truth", "compare_config", "compare", "compare_report"},
-    {"verify_run", "verify", "verify_report", "verify_models"},
+    {"verify_run", "verification", "verify_report", "verify_models"},
     {"fit", "fit_report", "ladder", "explain", "model_costs", "plan_report"},
     {"cli", "fit_cli", "plan_cli", "verify_cli"},
 ]
