@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from .integrations import SwapReport as SwapReport
     from .integrations import swap as swap
     from .integrations import unswap as unswap
+    from .integrations.trainer import SwapCallback as SwapCallback
     from .verification import Verification as Verification
     from .verification import verify as verify
 
 _LAZY = {
-    "swap": "integrations", "unswap": "integrations", "SwapReport": "integrations",
+    "swap": "integrations", "unswap": "integrations", "SwapReport": "integrations", "SwapCallback": "integrations.trainer",
     "verify": "verification", "Verification": "verification",
 }  # fmt: skip
 """Where public names are that are imported when they are first used."""

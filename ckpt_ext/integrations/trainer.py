@@ -1,0 +1,38 @@
+"""An entry for `transformers.Trainer` and what is built on it, such as TRL's SFTTrainer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from transformers import TrainerCallback
+
+from ..spec import BackendName, Policy
+from .report import SwapReport
+from .swapping import swap
+
+
+class SwapCallback(TrainerCallback):
+    """Swaps the trainer's model for recompute blocks, before it is wrapped or sharded.
+
+        Trainer(model, arguments, callbacks=[ckpt_ext.SwapCallback(policy)], ...)
+
+    `report` says which layers are swapped. `gradient_checkpointing=True` among the arguments does no harm: swapped layers do not read that
+    switch. Raises what `ckpt_ext.swap` does.
+    """
+
+    def __init__(
+        self, policy: Policy | None = None, *, backend: BackendName = "auto", fallback: Literal["checkpoint", "none"] = "checkpoint"
+    ) -> None:
+        self.policy, self.backend, self.fallback = policy, backend, fallback
+        self.report: SwapReport | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._swap(model)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self.report is None:  # added after the trainer was made
+            self._swap(model)
+
+    def _swap(self, model: Any) -> None:
+        if model is not None:
+            self.report = swap(model, policy=self.policy, backend=self.backend, fallback=self.fallback)
