@@ -53,7 +53,8 @@ def checkpoint(
     What a closure holds cannot be known, nor what is no tensor: a counter that is a Python int counts twice. Forward hooks run twice, too.
 
     A parameter, buffer or argument that was changed in place since the call raises `ReplayMismatch`, and so does a replay that saves
-    other shapes or dtypes. `check="values"` compares exact checksums of all that is saved, too, for which it is read twice.
+    other shapes or dtypes. `check="values"` compares exact checksums of all that is saved, too, for which it is read twice; an
+    operation that leaves its workspace partly unset (an LSTM on the CPU) counts as a difference.
 
     torch's options are accepted where they say what happens anyway (`use_reentrant=False`), so that this can stand in for
     `torch.utils.checkpoint.checkpoint`. `torch.compile` leaves the call uncompiled.
@@ -105,7 +106,7 @@ def _checkpoint(
     if not found.modules:  # a closure may hold anything
         devices.update(rng.initialised_devices())
     randomness = rng.capture(list(devices), generators, python=python, numpy=numpy)
-    defaults = Defaults.present({"cpu", *(tensor.device.type for tensor in used)})
+    defaults = Defaults.present({"cpu", *(device.type for device in devices), *(tensor.device.type for tensor in found.tensors)})
 
     def replay(*tensors: Tensor) -> None:
         again, options = _rebuild(tree, tensors)

@@ -127,7 +127,8 @@ def _slots(modules: Sequence[nn.Module]) -> tuple[list[_Slot], list[_Slot]]:
     """Of parameters, and of buffers. nn.Module's own iterators do the same several times slower."""
     parameters: list[_Slot] = []
     buffers: list[_Slot] = []
-    seen, stack = set(), list(modules)
+    seen: set[int] = set()
+    stack: list[nn.Module | None] = list(modules)
     while stack:
         module = stack.pop()
         if module is None or id(module) in seen:
@@ -157,16 +158,11 @@ def _may_be_statistics(buffer: Tensor) -> bool:
     return buffer.dim() == 1 and _worth_a_copy(buffer) and buffer.is_floating_point()
 
 
-class _Autocast(NamedTuple):
-    kind: str
-    enabled: bool
-    dtype: torch.dtype
-
-
 class Defaults(NamedTuple):
     """Autocast of some kinds of devices, torch's default dtype and device; those of the thread that asks."""
 
-    autocast: tuple[_Autocast, ...]
+    autocast: list[tuple[str, torch.dtype | None]]
+    """Kinds of devices, and the dtype that autocast computes in, None where it is off."""
     cache_enabled: bool
     dtype: torch.dtype
     device: torch.device
@@ -174,25 +170,26 @@ class Defaults(NamedTuple):
     @staticmethod
     def present(kinds: Iterable[str]) -> Defaults:
         """As they are now. `kinds` of devices that know no autocast are left out."""
-        autocast = tuple(
-            _Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in kinds
-            if torch.amp.is_autocast_available(kind)
-        )
-        return Defaults(autocast, torch.is_autocast_cache_enabled(), torch.get_default_dtype(), torch.get_default_device())
+        autocast = []
+        for kind in kinds:
+            if torch.amp.is_autocast_available(kind):
+                autocast.append((kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None))
+        made = torch.empty(0)  # faster than asking for the default device
+        return Defaults(autocast, torch.is_autocast_cache_enabled(), made.dtype, made.device)
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:
         """Run the body under these, wherever it is called."""
         with contextlib.ExitStack() as stack:
-            for kind, enabled, dtype in self.autocast:
-                if enabled:
+            for kind, dtype in self.autocast:
+                if dtype is not None:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.cache_enabled))
                 elif torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
-            if torch.get_default_device() != self.device:
+            present = torch.empty(0)
+            if present.device != self.device:
                 stack.enter_context(self.device)
-            if (present := torch.get_default_dtype()) != self.dtype:
-                stack.callback(torch.set_default_dtype, present)
+            if present.dtype != self.dtype:
+                stack.callback(torch.set_default_dtype, present.dtype)
                 torch.set_default_dtype(self.dtype)
             yield

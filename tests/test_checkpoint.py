@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ckpt_ext
@@ -742,6 +743,12 @@ class TestPlugs:
         model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: calls.append(1))
         assert_same(outcome(run, leaves), expected)
         assert len(calls) == 2
+
+    def test_fake_tensors(self):
+        with FakeTensorMode():
+            net, x = nn.Sequential(Net(), nn.BatchNorm1d(8)), torch.randn(4, 8, requires_grad=True)
+            ckpt_ext.checkpoint(net, x).sum().backward()
+        assert x.grad.shape == (4, 8)
 
     @pytest.mark.filterwarnings("default")
     def test_compile_leaves_it_uncompiled(self, net, x):
