@@ -1,9 +1,16 @@
 """The layers of causal language models that can be blocks."""
 
+from typing import Any
+
 from .family import DropoutPlaces, Family
 from .linears import Fused
 
 _ROTARY = DropoutPlaces(attention="self_attn.attention_dropout")
+_SANDWICH: dict[str, Any] = {
+    "placement": "sandwich", "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+"""Where the layers of Gemma have their four norms."""
 
 LLAMA = Family(
     "llama.modeling_llama", "LlamaDecoderLayer", (("self_attn", "LlamaAttention"), ("mlp", "LlamaMLP")),
@@ -45,4 +52,32 @@ GPT2 = Family(
     dropout=DropoutPlaces("attn.attn_dropout", ("attn.resid_dropout", "mlp.dropout")), table=None,
 )  # fmt: skip
 
-DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, PHI3, GPT2)
+GEMMA2 = Family(
+    "gemma2.modeling_gemma2", "Gemma2DecoderLayer", (("self_attn", "Gemma2Attention"), ("mlp", "Gemma2MLP")),
+    norm_class="Gemma2RMSNorm", norm_offset=1.0, dropout=_ROTARY, window="self_attn.sliding_window",
+    softcap="self_attn.attn_logit_softcapping", **_SANDWICH,
+)  # fmt: skip
+
+# Gemma 3 has the attribute of a bound of scores, too, but computes without it.
+GEMMA3 = Family(
+    "gemma3.modeling_gemma3", "Gemma3DecoderLayer", (("self_attn", "Gemma3Attention"), ("mlp", "Gemma3MLP")),
+    norm_class="Gemma3RMSNorm", norm_offset=1.0, dropout=_ROTARY, window="self_attn.sliding_window",
+    qk_norm="head", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", **_SANDWICH,
+)  # fmt: skip
+
+OLMO2 = Family(
+    "olmo2.modeling_olmo2", "Olmo2DecoderLayer", (("self_attn", "Olmo2Attention"), ("mlp", "Olmo2MLP")),
+    norm_class="Olmo2RMSNorm", dropout=_ROTARY, placement="branch",
+    attention_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm",
+    qk_norm="row", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm",
+)  # fmt: skip
+
+GPT_NEOX = Family(
+    "gpt_neox.modeling_gpt_neox", "GPTNeoXLayer", (("attention", "GPTNeoXAttention"), ("mlp", "GPTNeoXMLP")),
+    attention="attention", head_dim="head_size", norm="layer", parallel="use_parallel_residual",
+    qkv=Fused("attention.query_key_value", "interleaved"), out="attention.dense",
+    up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h", activation="mlp.act",
+    dropout=DropoutPlaces("attention.attention_dropout", ("post_attention_dropout", "post_mlp_dropout")),
+)  # fmt: skip
+
+DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, PHI3, GPT2, GEMMA2, GEMMA3, OLMO2, GPT_NEOX)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..spec import BlockSpec, Norm, QkNorm
+from ..spec import BlockSpec, Norm, NormPlacement, QkNorm
 from ..weights import BlockWeights, NormWeights
 from . import parts
 from .linears import Fused, fused, linear
 
 Containers = tuple[tuple[str, str], ...]
-NormPlacement = Literal["pre", "post", "branch", "sandwich"]
 
 
 class DropoutPlaces(NamedTuple):
@@ -99,8 +98,11 @@ class Family:
         """Whether masks are expected to be causal, and the window that they are expected to have."""
         return self.child(layer, self.attention).is_causal, None if self.window is None else self.child(layer, self.window)
 
-    def spec(self, layer: nn.Module, causal: bool, window: int | None) -> BlockSpec:
-        """The block that `layer` is in its present mode: probabilities are zero where its children are not in training."""
+    def spec(self, layer: nn.Module, causal: bool, window: int | None, rope_dim: int = 0) -> BlockSpec:
+        """The block that `layer` is in its present mode: probabilities are zero where its children are not in training.
+
+        `rope_dim` is how much of a head the call's table rotates, 0 where there is none.
+        """
         attention = self.child(layer, self.attention)
         config, head_dim = attention.config, getattr(attention, self.head_dim)
         pointwise = parts.activation(self.activation, self.child(layer, self.activation))
@@ -109,10 +111,11 @@ class Family:
             kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             hidden_dim=parts.width(self.down, self.child(layer, self.down)),
             norm=self.norm, norm_eps=parts.epsilon(self.attention_norm, self.child(layer, self.attention_norm)),
-            norm_offset=self.norm_offset,
+            norm_offset=self.norm_offset, norm_placement=self.placement,
+            parallel=self.parallel is not None and bool(self.child(layer, self.parallel)),
             activation=pointwise if self.up is not None else parts.gated(pointwise),
             causal=causal, window=window, attn_scale=attention.scaling, qk_norm=self.qk_norm,
-            softcap=None if self.softcap is None else self.child(layer, self.softcap),
+            rope_dim=rope_dim, softcap=None if self.softcap is None else self.child(layer, self.softcap),
             attn_dropout=self._attention_dropout(layer, attention), residual_dropout=self._residual_dropout(layer),
         )  # fmt: skip
 
@@ -139,6 +142,8 @@ class Family:
             out=linear(self.out, self.child(layer, self.out), (spec.dim, q_width)), mlp_norm=mlp_norm, gate=gate, up=up,
             down=linear(self.down, self.child(layer, self.down), (spec.dim, spec.hidden_dim)),
             q_norm=self._norm(layer, self.q_norm, spec, q_norm_width), k_norm=self._norm(layer, self.k_norm, spec, k_norm_width),
+            attention_out_norm=self._norm(layer, self.attention_out_norm, spec, spec.dim),
+            mlp_out_norm=self._norm(layer, self.mlp_out_norm, spec, spec.dim),
         )  # fmt: skip
 
     def rotates(self, layer: nn.Module) -> bool:

@@ -114,7 +114,7 @@ def _run(layer: nn.Module, original: type[nn.Module], args: Sequence[Any], kwarg
 def _block(layer: nn.Module, family: Family, state: State, call: arguments.Arguments, implementation: str) -> Tensor:
     family.check(layer)
     causal, window = family.position(layer)
-    hidden, table = call.hidden, None
+    hidden, table, half = call.hidden, None, 0
     if family.rotates(layer):
         if not isinstance(call.table, tuple) or len(call.table) != 2:
             raise NotImplementedError(f"{family.table} must be a pair of cosines and sines, got {type(call.table).__name__}")
@@ -123,7 +123,7 @@ def _block(layer: nn.Module, family: Family, state: State, call: arguments.Argum
     reading = model_masks.read(
         call.mask, call.positions, implementation=implementation, causal=causal, window=window, batch=hidden.size(0), length=hidden.size(1)
     )
-    spec = family.spec(layer, reading.causal, reading.window)
+    spec = family.spec(layer, reading.causal, reading.window, 2 * half)
     return functional.block(
         hidden, family.weights(layer, spec), spec, mask=reading.mask, table=table, policy=state.policy, backend=state.backend,
         training=True,  # the spec's probabilities are those of children in training

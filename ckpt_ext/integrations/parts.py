@@ -22,6 +22,7 @@ _ACTIVATIONS: dict[str, str | Callable[[Any], str]] = {
     "torch.nn.modules.activation.GELU": lambda module: "gelu_tanh" if module.approximate == "tanh" else "gelu",
     "transformers.activations.NewGELUActivation": "gelu_tanh",
     "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.FastGELUActivation": "gelu_tanh",  # its sqrt(2 / pi) ends after ten digits
     "torch.nn.modules.activation.ReLU": "relu",
     "transformers.activations.ReLUSquaredActivation": "relu2",
 }
