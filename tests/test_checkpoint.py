@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ckpt_ext
 from ckpt_ext.replay import ReplayMismatch
@@ -101,6 +102,7 @@ class TestGradients:
         x.requires_grad_(False)
         leaves = list(net.parameters())
         assert_same(outcome(lambda: ckpt_ext.checkpoint(lambda: net(x)), leaves), outcome(lambda: net(x), leaves))
+        assert net.calls == 3  # its first call kept nothing
 
     def test_grad_leaves_other_grads_alone(self, net, x):
         torch.autograd.grad(ckpt_ext.checkpoint(net, x).sum(), x)
@@ -713,6 +715,17 @@ class TestNesting:
         assert results == [True] * 40 and torch.equal(torch.get_rng_state(), state)
 
 
+class Chain(nn.Module):
+    def __init__(self, layers: nn.ModuleList, run) -> None:
+        super().__init__()
+        self.layers, self.run = layers, run
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self.run(layer, x)
+        return x
+
+
 class TestPlugs:
     def test_checkpoint_wrapper(self, net, x):
         module = checkpoint_wrapper(copy.deepcopy(net), checkpoint_fn=ckpt_ext.checkpoint, check="values")
@@ -743,6 +756,37 @@ class TestPlugs:
         model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: calls.append(1))
         assert_same(outcome(run, leaves), expected)
         assert len(calls) == 2
+
+    @pytest.mark.parametrize("options", [None, {}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}])
+    def test_data_parallel(self, options):
+        """DDP (None) and FSDP2, which swaps parameters under the modules; in a group of one, which takes no other process."""
+
+        def losses(run):
+            torch.manual_seed(0)
+            layers = nn.ModuleList([Net(0.3), Net(0.3)])
+            model = Chain(layers, run)
+            if options is None:
+                model = nn.parallel.DistributedDataParallel(model)
+            else:
+                for layer in layers:
+                    fully_shard(layer, **options)
+                fully_shard(model, **options)
+            history = []
+            for _ in range(3):
+                loss = model(torch.randn(4, 8)).square().mean()
+                loss.backward()
+                history.append(loss.item())
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p -= 0.1 * p.grad
+                        p.grad = None
+            return history
+
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            assert losses(functools.partial(ckpt_ext.checkpoint, check="values")) == losses(plain)
+        finally:
+            torch.distributed.destroy_process_group()
 
     def test_fake_tensors(self):
         with FakeTensorMode():
