@@ -92,7 +92,8 @@ def backward(
             grads["sinks"] = [grad_sinks if needs["sinks"][0] else None]
         stats = internals.pop("stats", None)
         normed = internals.pop("normed", None)
-        if normed is None and any(any(needs[part]) for part in "qkv"):
+        reads_rows = needs_rows and any(getattr(weights, part).kind.reads_rows for part in "qkv")
+        if normed is None and (reads_rows or any(any(needs[part]) for part in "qkv")):
             normed = half.enter(call, weights, flat(x))[0]
         grad_normed = None
         for part in "qkv":
@@ -103,7 +104,7 @@ def backward(
                 grad, grads[norm] = _through_qk_norm(call, grad, part, getattr(weights, norm), needs[norm], internals)
             grads[part] = [None] * len(needs[part]) if normed is None else projection.grad_tensors(grad, normed, needs[part])
             if needs_rows:
-                grad_normed = projection.grad_input(grad, into=grad_normed)
+                grad_normed = projection.grad_input(grad, into=grad_normed, x=normed)
         del normed, grad
         grad_rows, entry_grads = half.through_entry(
             call, weights, needs, grad_normed, flat(x), stats, onto=onto if needs_x else None
@@ -126,7 +127,7 @@ def _through_attention(
     q, k, v, out, lse = (internals.pop(name) for name in ("q", "k", "v", "out", "lse"))
     results = [torch.empty_like(t) for t in (q, k, v)] if call.save == "all" else [q, k, v]
     grad_sinks: list[Tensor | None] = []
-    for (heads, kv_heads), grad_out in zip(_groups(call), _grad_out(call, out_proj, grad_branch, x), strict=True):
+    for (heads, kv_heads), grad_out in zip(_groups(call), _grad_out(call, out_proj, grad_branch, x, out), strict=True):
         *grads, group_sinks = call.backend.attention_backward(
             grad_out, q[:, heads], k[:, kv_heads], v[:, kv_heads], out[:, heads], lse[:, heads],
             scoring.of_heads(heads, call.spec.heads, q.size(2)),
@@ -140,11 +141,11 @@ def _through_attention(
     return rows, None if scoring.sinks is None else torch.cat([grad for grad in grad_sinks if grad is not None])
 
 
-def _grad_out(call: BlockCall, out_proj: Projection, grad_branch: Tensor, x: Tensor) -> Iterator[Tensor]:
-    """The gradient of the attention output, `[B, heads, T, D]`, of each group of heads: made when its turn comes, where `out_proj` can be
-    cut."""
+def _grad_out(call: BlockCall, out_proj: Projection, grad_branch: Tensor, x: Tensor, out: Tensor) -> Iterator[Tensor]:
+    """The gradient of the attention output `out`, `[B, heads, T, D]`, of each group of heads: made when its turn comes, where `out_proj`
+    can be cut."""
     if not out_proj.kind.cuttable:
-        whole = _heads(call, out_proj.grad_input(grad_branch), x)
+        whole = _heads(call, out_proj.grad_input(grad_branch, x=_rows(out)), x)
         yield from (whole[:, heads] for heads, _ in _groups(call))
         return
     for heads, _ in _groups(call):

@@ -94,8 +94,8 @@ class LoRA(NamedTuple):
                 total = torch.add(total, bias, alpha=adapter.scaling)
         return total.to(x.dtype).view(y.shape)
 
-    def grad_input(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
-        total = self.base.grad_input(grad, into)
+    def grad_input(self, grad: Tensor, into: Tensor | None = None, x: Tensor | None = None) -> Tensor:
+        total = self.base.grad_input(grad, into, x)
         for index, adapter in enumerate(self.adapters):
             a, b, _ = self._computed_in(grad, adapter)
             rows = _through_b(grad.to(b.dtype), b, adapter) @ a
@@ -157,6 +157,10 @@ class _LoraKind(Uncut):
     @property
     def arity(self) -> int:
         return self.base.arity + _TENSORS * len(self.options) + 1
+
+    @property
+    def reads_rows(self) -> bool:
+        return self.base.reads_rows
 
     def bind(self, tensors: Sequence[Tensor | None]) -> LoRA:
         *of_adapters, state = tensors[self.base.arity :]

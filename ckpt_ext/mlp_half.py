@@ -125,16 +125,21 @@ def backward(
     needs_normed = needs_rows or (half.entry is not None and any(needs[half.entry]))
     needs_branch = needs_normed or any(any(needs.get(part, ())) for part in ("gate", "up", "down"))
     slices = list(spans(stream.rows.size(0), call.slicing.tokens))
+    reads_hidden = needs_branch and weights.down.kind.reads_rows
     grad_rows = _Assembly(stream.rows, len(slices), stream.place)
     sums = GradientSums(len(slices))
     for index, span in enumerate(slices):
         of_span, residual = weights.rows_from(span.start), _rows_from(dropout.mlp_residual, span)
         internals = kept[index] if kept else rebuild(call, of_span, fused, stream, span, dropout)
         rows = internals.pop("rows", stream.rows[span])
-        if not kept and half.exit is not None:
+        joins, hidden = not kept and half.exit is not None, None
+        if joins or reads_hidden:
             hidden, _ = _hidden(call, fused, internals | {"rows": rows}, _rows_from(dropout.mlp, span), keep=False, overwrite=False)
+        if joins:
+            assert hidden is not None
             internals |= half.rejoin(call, weights, of_span.down(hidden), rows, residual)
-            del hidden
+        if not reads_hidden:
+            hidden = None
         grad_branch, onto, norm_grads = half.through_join(call, weights, needs, grad_y[span], internals, residual)
         stats = internals.pop("stats", None)
         if needs_branch:
@@ -143,6 +148,7 @@ def backward(
                 of_span, needs, needs_normed, grad_branch.to(call.dtype), sums,
                 differentiate=partial(_differentiate, call, fused, internals, rows, stats, mlp_dropout, overwrite=not kept),
                 rows=partial(_normed, call, weights, internals, rows),
+                of_down=hidden,
             )  # fmt: skip
             grad_span, entry_grads = half.through_entry(
                 call, weights, needs, grad_normed, rows, stats, onto=onto if needs_rows else None

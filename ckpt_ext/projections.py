@@ -40,6 +40,11 @@ class Kind(Protocol):
         """Whether `rows` and `columns` may be asked for."""
         ...
 
+    @property
+    def reads_rows(self) -> bool:
+        """Whether the gradient of the rows takes the rows themselves: of a map that is more than linear, or may be."""
+        ...
+
     def rows(self, tensors: Sequence[Tensor | None], span: slice) -> list[Tensor | None]:
         """Views of `tensors`, or of tensors of the same shapes: those of the projection to the outputs in `span` alone."""
         ...
@@ -54,7 +59,8 @@ class Kind(Protocol):
 
 
 class Projection(Protocol):
-    """A differentiable linear map of rows `[N, in]` to `[N, out]`, computed in the dtype of the rows."""
+    """A differentiable map of rows `[N, in]` to `[N, out]`, each for itself, computed in the dtype of the rows; linear, unless its kind
+    reads rows."""
 
     @property
     def kind(self) -> Kind: ...
@@ -79,8 +85,9 @@ class Projection(Protocol):
         """The same map for rows of which the first is row `row` of all: where its result depends on that, as a dropout mask's does."""
         ...
 
-    def grad_input(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
-        """Gradient of the rows, `[N, in]`; added to `into`, in place, where that is given."""
+    def grad_input(self, grad: Tensor, into: Tensor | None = None, x: Tensor | None = None) -> Tensor:
+        """Gradient of the rows, `[N, in]`, new; or added to `into`, in place, where that is given. `x`, the rows, must be given where
+        `kind.reads_rows`."""
         ...
 
     def grad_tensors(
@@ -110,6 +117,7 @@ class Uncut:
 
 class _DenseKind:
     arity = 2
+    reads_rows = False
 
     def __init__(self, *, cuttable: bool) -> None:
         self.cuttable = cuttable
@@ -159,7 +167,7 @@ class Dense(NamedTuple):
     def rows_from(self, row: int) -> Dense:
         return self
 
-    def grad_input(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
+    def grad_input(self, grad: Tensor, into: Tensor | None = None, x: Tensor | None = None) -> Tensor:
         return product(grad, _matrix(self.weight).to(grad.dtype), into)
 
     def grad_tensors(
