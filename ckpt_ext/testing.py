@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from . import reference, rng
 from .masks import attention_mask, full_mask
@@ -125,3 +128,40 @@ def eager_attention(
     mask = full_mask(attention_mask(**conditions), causal=causal, window=window, shape=shape, device=q.device)
     dropout = Dropout(rng.reserve(q.device), p, Site.FUNCTIONAL) if p else None
     return reference.attention(q, k, v, mask=mask, softcap=softcap, sinks=sinks, dropout=dropout)
+
+
+class TwoLayers(nn.Module):
+    """Any module that is no block of ours: two layers with dropout between; counts its calls."""
+
+    def __init__(self, p: float = 0.5, dim: int = 8) -> None:
+        super().__init__()
+        self.first, self.second, self.drop = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim), nn.Dropout(p)
+        self.calls = 0
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: Tensor | float = 1.0) -> Tensor:
+        self.calls += 1
+        hidden = self.drop(F.gelu(self.first(x)))
+        y = self.second(hidden * scale)
+        return y if mask is None else y.masked_fill(mask, 0.0)
+
+
+def outcome(call: Callable[[], Tensor], leaves: Sequence[Tensor], seed: int = 3) -> list[Tensor | None]:
+    """`call()`, its gradients for `leaves` and what the CPU's, Python's and NumPy's generators draw next, from the same seeds."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    y = call()
+    grads = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+    return [y.detach(), *grads, torch.get_rng_state(), torch.tensor(random.random()), torch.tensor(numpy.random.rand())]
+
+
+def assert_same(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    """Equal bit for bit, and None where None is expected."""
+    assert len(actual) == len(expected)
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert one is other or (one is not None and other is not None and torch.equal(one, other)), index
+
+
+def plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call without checkpointing."""
+    return function(*args, **kwargs)

@@ -1,13 +1,9 @@
-"""ckpt_ext.checkpoint against the same calls without it: gradients, randomness, autocast, buffers, and what is kept."""
+"""ckpt_ext.checkpoint against the same calls without it: gradients, arguments, randomness."""
 
-import copy
 import dataclasses
 import functools
-import gc
 import random
-import threading
 import warnings
-import weakref
 from typing import NamedTuple
 
 import numpy
@@ -15,53 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ckpt_ext
 from ckpt_ext.replay import ReplayMismatch
-
-
-class Net(nn.Module):
-    """Two layers with dropout between; counts its calls."""
-
-    def __init__(self, p: float = 0.5, dim: int = 8) -> None:
-        super().__init__()
-        self.first, self.second, self.drop = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim), nn.Dropout(p)
-        self.calls = 0
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: Tensor | float = 1.0) -> Tensor:
-        self.calls += 1
-        hidden = self.drop(F.gelu(self.first(x)))
-        y = self.second(hidden * scale)
-        return y if mask is None else y.masked_fill(mask, 0.0)
-
-
-def plain(function, *args, **kwargs):
-    return function(*args, **kwargs)
-
-
-def outcome(call, leaves, seed=3):
-    """Result, gradients, buffers' and generators' state after forward and backward of `call()`, which returns tensors."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed)
-    y = call()
-    grads = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
-    return [y.detach(), *grads, torch.get_rng_state(), torch.tensor(random.random()), torch.tensor(numpy.random.rand())]
-
-
-def assert_same(actual, expected):
-    assert len(actual) == len(expected)
-    for one, other in zip(actual, expected, strict=True):
-        assert (one is None and other is None) or torch.equal(one, other)
+from ckpt_ext.testing import TwoLayers, assert_same, outcome, plain
 
 
 @pytest.fixture
 def net():
     torch.manual_seed(0)
-    return Net()
+    return TwoLayers()
 
 
 @pytest.fixture
@@ -76,7 +35,7 @@ class TestGradients:
     @pytest.mark.parametrize("check", [None, "values"])
     @pytest.mark.parametrize("extra", [{}, {"python": True, "numpy": True}])
     def test_options(self, p, training, needs_grad, check, extra):
-        net = Net(p).train(training)
+        net = TwoLayers(p).train(training)
         x = torch.randn(4, 8).requires_grad_(needs_grad)
         leaves = [*net.parameters(), *([x] if needs_grad else [])]
         assert_same(
@@ -131,7 +90,7 @@ class TestGradients:
             y.backward()
 
     def test_double_backward(self, x):
-        net = Net(0.5).double()
+        net = TwoLayers(0.5).double()
         x = x.detach().double().requires_grad_()
 
         def penalty(run):
@@ -188,10 +147,17 @@ class TestGradients:
         (ckpt_ext.checkpoint(net, x) + ckpt_ext.checkpoint(net, x)).sum().backward()
         assert fired == [1]
 
+    def test_replay_stops_at_the_last_saved_tensor(self, net, x):
+        ended = []
+        for layer in net.first, net.second:
+            layer.register_forward_hook(lambda layer, *_: ended.append(layer.out_features))
+        ckpt_ext.checkpoint(net, x).sum().backward()
+        assert ended == [16, 8, 16]
+
     def test_twenty_steps(self):
         def losses(run):
             torch.manual_seed(0)
-            layers = nn.ModuleList([Net(0.1), Net(0.1)])
+            layers = nn.ModuleList([TwoLayers(0.1), TwoLayers(0.1)])
             optimizer = torch.optim.SGD(layers.parameters(), 0.05)
             data, target, history = torch.randn(8, 8), torch.randn(8, 8), []
             for _ in range(20):
@@ -223,7 +189,7 @@ class Batch:
 class Batched(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = Net()
+        self.net = TwoLayers()
 
     def forward(self, batch: Batch) -> Batch:
         return Batch(self.net(batch.hidden) + batch.others[0]["x"], [batch.hidden])
@@ -273,7 +239,7 @@ class TestArguments:
             "method": functools.partial(net.forward, scale=scale),
             "partial": functools.partial(functools.partial(net, scale=scale), x),
             "partial of a method": functools.partial(net.forward, x, scale=scale),
-            "class's function": functools.partial(Net.forward, net, x, scale=scale),
+            "class's function": functools.partial(TwoLayers.forward, net, x, scale=scale),
         }[kind]
         args = (x,) if kind == "method" else ()
         leaves = [x, scale, *net.parameters()]
@@ -320,7 +286,7 @@ class TestArguments:
 
 class TestRandomness:
     def test_device_without_a_generator_is_refused(self):
-        net, x = Net().to("meta"), torch.randn(4, 8, device="meta", requires_grad=True)
+        net, x = TwoLayers().to("meta"), torch.randn(4, 8, device="meta", requires_grad=True)
         for arguments in [(net, x)], {"x": [x]}, Batch(x, []):
             with pytest.raises(NotImplementedError, match="generator"):
                 ckpt_ext.checkpoint(lambda value: value, arguments)
@@ -328,7 +294,7 @@ class TestRandomness:
     def test_devices_are_found_in_modules_and_nested_arguments(self, monkeypatch):
         asked = []
         monkeypatch.setattr(ckpt_ext.rng, "capture", lambda devices, *_, **__: asked.append(set(devices)) or pytest.skip.Exception)
-        net, x, meta = Net(), torch.randn(2, 8, requires_grad=True), torch.device("meta")
+        net, x, meta = TwoLayers(), torch.randn(2, 8, requires_grad=True), torch.device("meta")
         ckpt_ext.checkpoint(lambda value: value, {"a": [x, (torch.empty(1, device=meta),)]})
         net.register_buffer("table", torch.empty(1, device=meta))
         ckpt_ext.checkpoint(net, x)
@@ -380,422 +346,3 @@ class TestRandomness:
     def test_eval_with_grad(self, net, x):
         leaves = [x, *net.parameters()]
         assert_same(outcome(lambda: ckpt_ext.checkpoint(net.eval(), x), leaves), outcome(lambda: net(x), leaves))
-
-
-def autocast(**options):
-    return torch.autocast("cpu", **{"dtype": torch.bfloat16, **options})
-
-
-class TestAutocast:
-    @pytest.mark.parametrize("forward", [{}, {"enabled": False}, {"cache_enabled": False}, {"dtype": torch.float16}])
-    @pytest.mark.parametrize("backward", [None, {}, {"dtype": torch.float16}, {"enabled": False}])
-    @pytest.mark.parametrize("nested", [False, True])
-    def test_replayed_as_in_the_forward_pass(self, x, forward, backward, nested):
-        net = nn.Linear(8, 8)
-        dtypes = []
-
-        def function(x):
-            y = net(x)
-            dtypes.append((y.dtype, torch.is_autocast_cache_enabled()))
-            if nested:
-                with autocast(enabled=False):
-                    z = net(y.float().sin())
-                    dtypes.append(z.dtype)
-                return z.exp()
-            return y.float().exp()
-
-        def call(run):
-            dtypes.clear()
-            with autocast(**forward):
-                y = run(function, x, check="values") if run is ckpt_ext.checkpoint else run(function, x)
-            if backward is None:
-                return [y, *torch.autograd.grad(y.sum(), [x, *net.parameters()])]
-            with autocast(**backward):
-                return [y, *torch.autograd.grad(y.sum(), [x, *net.parameters()])]
-
-        ours = call(ckpt_ext.checkpoint)
-        half = len(dtypes) // 2
-        assert dtypes[:half] == dtypes[half:] and half == 1 + nested
-        assert_same(ours, call(plain))
-
-    def test_whole_step_inside(self, net, x):
-        def step(run):
-            with autocast():
-                return outcome(lambda: run(net, x).float() + run(net, x).float(), [x, *net.parameters()])
-
-        assert_same(step(ckpt_ext.checkpoint), step(plain))
-
-    def test_default_dtype_and_device(self, x):
-        made = []
-
-        def function(x):
-            noise = torch.ones(8)
-            made.append((noise.dtype, noise.device.type))
-            return (x * 2).exp() if noise.device.type == "meta" else None
-
-        torch.set_default_dtype(torch.float64)
-        try:
-            with torch.device("meta"):
-                y = ckpt_ext.checkpoint(function, x)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        y.sum().backward()
-        assert made == [(torch.float64, "meta")] * 2 and torch.get_default_dtype() is torch.float32
-
-
-class TestBuffers:
-    def test_batch_norm_three_steps(self):
-        def train(run):
-            torch.manual_seed(0)
-            net = nn.Sequential(nn.Conv1d(3, 6, 3), nn.BatchNorm1d(6), nn.ReLU(), nn.Conv1d(6, 2, 1), nn.BatchNorm1d(2, momentum=None))
-            optimizer = torch.optim.SGD(net.parameters(), 0.1)
-            for step in range(3):
-                torch.manual_seed(step)
-                for _ in range(2):
-                    run(net, torch.randn(4, 3, 9)).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            run(net, torch.randn(4, 3, 9))  # a forward pass without a backward pass counts once
-            return list(net.state_dict().values())
-
-        stepped = train(functools.partial(ckpt_ext.checkpoint, check="values"))
-        assert_same(stepped, train(plain))
-        assert stepped[-1] == 7
-
-    def test_two_forward_passes_before_two_backward_passes(self):
-        def run_both(run):
-            torch.manual_seed(0)
-            module = Averages()
-            xs = [torch.randn(4, 3).requires_grad_() for _ in range(2)]
-            ys = [run(module, x) for x in xs]
-            grads = [torch.autograd.grad(y.sum(), x)[0] for x, y in zip(xs, ys, strict=True)]
-            return [*grads, *module.buffers()]
-
-        assert_same(run_both(functools.partial(ckpt_ext.checkpoint, check="values")), run_both(plain))
-
-    def test_restored_after_a_failed_replay(self, x):
-        module = Averages(8)
-        y = ckpt_ext.checkpoint(module, x).sum()
-        buffers, values = list(module.buffers()), [b.clone() for b in module.buffers()]
-        module.fails = True
-        with pytest.raises(OSError):
-            y.backward()
-        assert all(a is b for a, b in zip(module.buffers(), buffers, strict=True))
-        assert_same(buffers, values)
-
-    def test_packed_weights_that_are_written_to_are_refused_by_name(self, x):
-        class Packed(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.register_buffer("codes", torch.zeros(1 << 21, dtype=torch.uint8))
-                self.writes = False
-
-            def forward(self, x):
-                if self.writes:
-                    self.codes[0] += 1
-                return x.exp().sin()
-
-        module = nn.Sequential(Packed())
-        ckpt_ext.checkpoint(module, x).sum().backward()
-        module[0].writes = True
-        with pytest.raises(NotImplementedError, match="buffer '0.codes'"):
-            ckpt_ext.checkpoint(module, x)
-
-    def test_replaced_buffer_is_found_again(self, x):
-        module = Averages(8).eval()
-        expected = torch.autograd.grad(module(x).sum(), x)
-        y = ckpt_ext.checkpoint(module, x, check="values").sum()
-        module.scale = torch.full((), 7.0)
-        assert_same(torch.autograd.grad(y, x), expected)
-        assert module.scale == 7
-
-    def test_embedding_that_renormalises_its_weight(self):
-        def run_it(run):
-            torch.manual_seed(0)
-            embedding = nn.Embedding(5, 4, max_norm=0.5)
-            run(lambda e, i: e(i).exp().sin(), embedding, torch.tensor([1, 2, 1])).sum().backward()
-            return [embedding.weight.detach(), embedding.weight.grad]
-
-        assert_same(run_it(ckpt_ext.checkpoint), run_it(plain))
-
-
-class Averages(nn.Module):
-    """Reads and writes buffers: in place, by assignment, a tied one, and one that only its own forward pass leaves alone."""
-
-    def __init__(self, dim: int = 3) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(1, dim))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("assigned", torch.ones(1, dim))
-        self.register_buffer("tied", self.mean)
-        self.register_buffer("scale", torch.full((), 2.0))
-        self.fails = False
-
-    def forward(self, x):
-        if self.training:
-            with torch.no_grad():
-                self.mean.mul_(0.9).add_(x.mean(0, keepdim=True))
-                self.count += 1
-                self.assigned = self.assigned * 0.5 + self.mean
-        if self.fails:
-            raise OSError
-        return ((x - self.tied) * self.assigned / (1 + self.count) * self.scale).sin().exp()
-
-
-class TestChanges:
-    @pytest.mark.parametrize("check", [None, "values"])
-    def test_weight(self, net, x, check):
-        y = ckpt_ext.checkpoint(nn.Sequential(net), x, check=check).sum()
-        with torch.no_grad():
-            net.second.bias.add_(1)
-        with pytest.raises(ReplayMismatch, match=r"parameter '0\.second\.bias' was changed in place(.|\n)*\nTip: "):
-            y.backward()
-
-    def test_buffer(self, x):
-        module = Averages(8).eval()
-        y = ckpt_ext.checkpoint(module, x).sum()
-        module.scale.add_(1)
-        with pytest.raises(ReplayMismatch, match="buffer 'scale'"):
-            y.backward()
-
-    def test_argument(self, net, x):
-        scale = torch.full((1,), 2.0)
-        y = ckpt_ext.checkpoint(net, x, scale=scale).sum()
-        scale.add_(1)
-        with pytest.raises(ReplayMismatch, match=r"tensor 1 of the arguments \(float32 \[1\] on cpu\)(.|\n)*\nTip: "):
-            y.backward()
-
-    def test_region_that_changes_its_argument(self, x):
-        with pytest.raises(ReplayMismatch, match="by the region itself"):
-            ckpt_ext.checkpoint(lambda h: h.mul_(2).exp(), x * 1).sum().backward()
-
-    def test_saved_tensor_changed_inside(self, x):
-        def function(x):
-            y = x.exp()
-            y.add_(1)
-            return y * x.sin()
-
-        with pytest.raises(ReplayMismatch, match="after an operation had saved it"):
-            ckpt_ext.checkpoint(function, x).sum().backward()
-
-    @pytest.mark.parametrize(
-        "second, message",
-        [
-            (lambda x: x[:2].exp(), r"was float32 \[4, 8\] on cpu .* is float32 \[2, 8\] on cpu"),
-            (lambda x: x.double().exp(), "is float64"),
-            (lambda x: x, "saved 1 tensors and its replay 0"),
-        ],
-    )
-    def test_other_operations(self, x, second, message):
-        calls = []
-
-        def function(x):
-            calls.append(1)
-            return x.exp() if len(calls) == 1 else second(x)
-
-        y = ckpt_ext.checkpoint(function, x).sum()
-        with pytest.raises(ReplayMismatch, match=message) as caught:
-            y.backward()
-        assert "\nTip: " in str(caught.value)
-
-
-class TestMemory:
-    def test_keeps_inputs_alone(self):
-        layers = [Net(0.1, dim=16) for _ in range(8)]
-        x = torch.randn(32, 16)
-        saved = {}
-
-        def pack(tensor):
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = x.requires_grad_()
-            for layer in layers:
-                y = ckpt_ext.checkpoint(layer, y)
-        assert sum(saved.values()) == 8 * x.nbytes
-
-    def test_nothing_of_the_inside_lives_until_backward_or_after_it(self, x):
-        inner = []
-
-        def function(x):
-            hidden = x.exp()
-            inner.append(weakref.ref(hidden.untyped_storage()))
-            return hidden.sin().cos()
-
-        gc.disable()
-        try:
-            y = ckpt_ext.checkpoint(function, x)
-            assert inner[0]() is None
-            y.sum().backward(retain_graph=True)
-            assert inner[1]() is None
-            del y
-            state = weakref.WeakSet()
-            h = x * 1
-            state.add(h)
-            z = ckpt_ext.checkpoint(function, h).sum()
-            del h
-            z.backward()
-            assert not len(state)
-        finally:
-            gc.enable()
-
-    def test_dataclass_arguments_are_freed(self, x):
-        batch = Batch(torch.ones(4, 8), [x])
-        storage = weakref.ref(batch.hidden.untyped_storage())
-        saved = []
-
-        def pack(tensor):
-            saved.append(tensor.shape)
-            return tensor.clone()
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = ckpt_ext.checkpoint(lambda b: (b.hidden * b.others[0]).exp(), batch)
-        del batch
-        assert storage() is None  # the hooks, as of an offload, have got everything
-        y.sum().backward()
-        assert torch.equal(x.grad, x.detach().exp())
-
-
-class TestNesting:
-    @pytest.mark.parametrize("outer, inner", [("ours", "ours"), ("ours", "torch's"), ("torch's", "ours")])
-    @pytest.mark.parametrize("check", [None, "values"])
-    def test_regions_in_regions(self, net, x, outer, inner, check):
-        ours = functools.partial(ckpt_ext.checkpoint, check=check)
-        kinds = {"ours": ours, "torch's": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)}
-        other = Net()
-
-        def function(x, run):
-            return other(run(net, run(net, x).sin()) + x)
-
-        leaves = [x, *net.parameters(), *other.parameters()]
-        got = outcome(lambda: kinds[outer](function, x, kinds[inner]), leaves)
-        assert_same(got, outcome(lambda: function(x, plain), leaves))
-
-    def test_three_deep_with_buffers_and_retained_graph(self):
-        def results(run):
-            torch.manual_seed(0)
-            modules = [Averages(8), nn.BatchNorm1d(8), nn.Dropout(0.5)]
-            x = torch.randn(4, 8, requires_grad=True)
-
-            def level(depth, x, known):
-                y = modules[depth](x)
-                return y if depth == 2 else run(level, depth + 1, y, known) * y
-
-            known = nn.ModuleList(modules)
-            y = run(level, 0, x, known).square().sum()
-            first = torch.autograd.grad(y, x, retain_graph=True)
-            return [*first, *torch.autograd.grad(y, x), *known.buffers()]
-
-        assert_same(results(functools.partial(ckpt_ext.checkpoint, check="values")), results(plain))
-
-    def test_two_threads(self):
-        def work(results, index):
-            generator = torch.Generator().manual_seed(index)
-            weight = torch.randn(8, 8, generator=generator).requires_grad_()
-            start = torch.randn(4, 8, generator=generator)
-
-            def function(x, w):
-                return (x @ w * (torch.rand(4, 8, generator=generator) > 0.5)).sin().exp()
-
-            for _ in range(20):
-                state = generator.get_state()
-                expected = torch.autograd.grad(function(start, weight).sum(), weight)
-                generator.set_state(state)
-                y = ckpt_ext.checkpoint(function, start, weight, generators=[generator], check="values")
-                results.append(torch.equal(torch.autograd.grad(y.sum(), weight)[0], expected[0]))
-
-        state = torch.get_rng_state()
-        results = []
-        threads = [threading.Thread(target=work, args=(results, index)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert results == [True] * 40 and torch.equal(torch.get_rng_state(), state)
-
-
-class Chain(nn.Module):
-    def __init__(self, layers: nn.ModuleList, run) -> None:
-        super().__init__()
-        self.layers, self.run = layers, run
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + self.run(layer, x)
-        return x
-
-
-class TestPlugs:
-    def test_checkpoint_wrapper(self, net, x):
-        module = checkpoint_wrapper(copy.deepcopy(net), checkpoint_fn=ckpt_ext.checkpoint, check="values")
-        leaves = [x, *module.parameters()]
-        mask = torch.ones(4, 8, dtype=torch.bool).tril()
-        got = outcome(lambda: module(x, mask=mask, scale=2.0), leaves)
-        assert_same(got, outcome(lambda: net(x, mask=mask, scale=2.0), [x, *net.parameters()]))
-
-    @pytest.mark.parametrize("options", [{}, {"use_reentrant": False}, {"check": "values", "preserve_rng_state": True}])
-    def test_transformers(self, options):
-        transformers = pytest.importorskip("transformers")
-        config = transformers.LlamaConfig(
-            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=32,
-            attention_dropout=0.3, attn_implementation="eager",
-        )  # fmt: skip
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config).train()
-        tokens = torch.randint(32, (2, 6))
-        padding = torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6])
-
-        def run():
-            return model(tokens, attention_mask=padding, use_cache=False).logits
-
-        leaves = list(model.parameters())
-        expected = outcome(run, leaves)
-        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=functools.partial(ckpt_ext.checkpoint, **options))
-        calls = []
-        model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: calls.append(1))
-        assert_same(outcome(run, leaves), expected)
-        assert len(calls) == 2
-
-    @pytest.mark.parametrize("options", [None, {}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}])
-    def test_data_parallel(self, options):
-        """DDP (None) and FSDP2, which swaps parameters under the modules; in a group of one, which takes no other process."""
-
-        def losses(run):
-            torch.manual_seed(0)
-            layers = nn.ModuleList([Net(0.3), Net(0.3)])
-            model = Chain(layers, run)
-            if options is None:
-                model = nn.parallel.DistributedDataParallel(model)
-            else:
-                for layer in layers:
-                    fully_shard(layer, **options)
-                fully_shard(model, **options)
-            history = []
-            for _ in range(3):
-                loss = model(torch.randn(4, 8)).square().mean()
-                loss.backward()
-                history.append(loss.item())
-                with torch.no_grad():
-                    for p in model.parameters():
-                        p -= 0.1 * p.grad
-                        p.grad = None
-            return history
-
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-        try:
-            assert losses(functools.partial(ckpt_ext.checkpoint, check="values")) == losses(plain)
-        finally:
-            torch.distributed.destroy_process_group()
-
-    def test_fake_tensors(self):
-        with FakeTensorMode():
-            net, x = nn.Sequential(Net(), nn.BatchNorm1d(8)), torch.randn(4, 8, requires_grad=True)
-            ckpt_ext.checkpoint(net, x).sum().backward()
-        assert x.grad.shape == (4, 8)
-
-    @pytest.mark.filterwarnings("default")
-    def test_compile_leaves_it_uncompiled(self, net, x):
-        compiled = torch.compile(lambda x: ckpt_ext.checkpoint(net, x * 2).sin(), backend="aot_eager")
-        leaves = [x, *net.parameters()]
-        assert_same(outcome(lambda: compiled(x), leaves), outcome(lambda: net(x * 2).sin(), leaves))
