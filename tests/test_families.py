@@ -221,7 +221,8 @@ def test_float32_is_as_accurate_as_the_original(name):
 
 
 DROPOUTS = {
-    "llama": dict(attention_dropout=0.2), "gpt2": dict(resid_pdrop=0.2, attn_pdrop=0.2), "phi3": dict(attention_dropout=0.2, resid_pdrop=0.2),
+    "llama": dict(attention_dropout=0.2), "gpt2": dict(resid_pdrop=0.2, attn_pdrop=0.2),
+    "phi3": dict(attention_dropout=0.2, resid_pdrop=0.2),
     "bert": dict(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2), "neox": dict(hidden_dropout=0.2, attention_dropout=0.2),
 }  # fmt: skip
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import functional
+from ..checkpoint import checkpoint
 from ..spec import BackendName, Policy
 from . import arguments, model_masks, parts
+from .adapters import AdapterStates
 from .decoders import DECODERS
 from .encoders import ENCODERS
 from .family import Family
@@ -106,6 +108,9 @@ def _run(layer: nn.Module, original: type[nn.Module], args: Sequence[Any], kwarg
                 return original.forward(layer, *args, **kwargs)
             state.notice("a cache came with gradients on and stays empty; set use_cache=False in training")
         return _block(layer, family, state, call, implementation)
+    except parts.OneCall as error:
+        state.notice(f"no block in this call, since {error}: the original forward runs, all kept")
+        return original.forward(layer, *args, **kwargs)
     except NotImplementedError as error:
         state.notice(f"no block in this call, since {error}")
         return _fall_back(layer, original, state, args, kwargs)
@@ -139,11 +144,23 @@ def _fall_back(layer: nn.Module, original: type[nn.Module], state: State, args: 
                 return original.forward(layer, *args, **kwargs)
             state.notice("a cache came with gradients on and stays empty; set use_cache=False in training")
             kwargs[name] = None
+    if parts.has_hooks_of_one_call(layer):
+        return original.forward(layer, *args, **kwargs)
     if state.fallback == "checkpoint" or (layer.training and layer.__dict__.get("gradient_checkpointing")):
-        from ..checkpoint import checkpoint
-
-        return checkpoint(original.forward, layer, *args, **kwargs)
+        function: Callable[..., Any] = _Replayed(original, AdapterStates.of(layer)).forward
+        return checkpoint(function, layer, *args, **kwargs)
     return original.forward(layer, *args, **kwargs)
+
+
+class _Replayed(NamedTuple):
+    """A layer's original forward, with the adapters of the first time."""
+
+    original: type[nn.Module]
+    adapters: AdapterStates
+
+    def forward(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with self.adapters.again():
+            return self.original.forward(layer, *args, **kwargs)
 
 
 def _is_differentiated(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -1,16 +1,22 @@
-"""Reads the linear children of a layer as projections: plain ones, GPT-2's transposed ones, and several in one parameter."""
+"""Reads the linear children of a layer as projections: plain, transposed, adapted or quantised ones, and several in one parameter."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from ..called import Called
+from ..lora import Adapter, LoRA
 from ..projections import Dense, Projection
 from ..spec import BlockSpec
-from . import parts
+from . import adapters, parts
 
 _LINEAR, _TRANSPOSED = "torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"
+_QUANTISED = frozenset({
+    "bitsandbytes", "torchao", "hqq", "auto_gptq", "gptqmodel", "awq", "eetq", "aqlm", "quanto", "compressed_tensors", "fbgemm_gpu",
+})  # fmt: skip
+"""Packages whose linear layers compute from quantised weights, the same at every call."""
 
 
 class Fused(NamedTuple):
@@ -21,22 +27,56 @@ class Fused(NamedTuple):
     """Whether its outputs are all of the first projection, then all of the next; or the first's of head 0, the next's of head 0, ..."""
 
 
-def linear(name: str, module: nn.Module, shape: tuple[int, int]) -> Projection:
-    """The projection that a child is; `shape` is `(out, in)`. Raises NotImplementedError for one that the engine could not honour."""
+def linear(name: str, module: Any, shape: tuple[int, int]) -> Projection:
+    """The projection that a child is; `shape` is `(out, in)`. Raises NotImplementedError for one that the engine could not honour.
+
+    Quantised layers are called. Other subclasses of `nn.Linear` are refused: what they do may be random.
+    """
+    if parts.class_path(type(module)) == adapters.LORA:
+        added = adapters.active(name, module)
+        base = linear(f"{name}.base_layer", module.base_layer, shape)
+        return LoRA(base, added) if added else base
+    if _is_quantised(module):
+        if (module.out_features, module.in_features) != shape:
+            raise NotImplementedError(f"{name} must map {shape[1]} to {shape[0]}, got {module.in_features} to {module.out_features}")
+        parts.untouched(name, module)
+        return Called.of(module)
     return Dense(*_dense(name, module, shape))
 
 
-def fused(place: Fused, module: nn.Module, widths: tuple[int, ...], spec: BlockSpec) -> tuple[Projection, ...]:
-    """The projections, `widths` wide, in one child: views of its parameters, through which autograd adds up one gradient."""
+def fused(place: Fused, module: Any, widths: tuple[int, ...], spec: BlockSpec) -> tuple[Projection, ...]:
+    """The projections, `widths` wide, in one child: views of its parameters, through which autograd adds up one gradient.
+
+    An adapter of such a child may not drop: its one mask would be another one for each projection.
+    """
+    added: tuple[Adapter, ...] = ()
+    if parts.class_path(type(module)) == adapters.LORA:
+        added, module = adapters.active(place.path, module), module.base_layer
     weight, bias = _dense(place.path, module, (sum(widths), spec.dim))
+    biases: tuple[Tensor | None, ...] = (None,) * len(widths)
+    if bias is not None:
+        biases = _pieces(place, bias, widths, spec)
+    bases = [Dense(piece, shift) for piece, shift in zip(_pieces(place, weight, widths, spec), biases, strict=True)]
+    if not added:
+        return tuple(bases)
+    if any(adapter.p > 0 or adapter.b_bias is not None for adapter in added):
+        raise NotImplementedError(f"adapters of {place.path}, which is {len(widths)} projections, must have no dropout and no bias")
+    parts_of_b = [[piece.flatten(0, -2) for piece in _pieces(place, adapter.b, widths, spec)] for adapter in added]
+    return tuple(
+        LoRA(base, tuple(adapter._replace(b=pieces[index]) for adapter, pieces in zip(added, parts_of_b, strict=True)))
+        for index, base in enumerate(bases)
+    )
+
+
+def _pieces(place: Fused, tensor: Tensor, widths: tuple[int, ...], spec: BlockSpec) -> tuple[Tensor, ...]:
+    """What of a fused tensor `[out, ...]` belongs to each projection: `[width, ...]`, or `[heads, D, ...]` where heads interleave."""
     if place.layout == "stacked":
-        pieces = weight.split(widths)
-        biases = (None,) * len(widths) if bias is None else bias.split(widths)
-    else:
-        count = len(widths)
-        pieces = weight.view(spec.heads, count, spec.head_dim, spec.dim).unbind(1)
-        biases = (None,) * count if bias is None else bias.view(spec.heads, count, spec.head_dim).unbind(1)
-    return tuple(Dense(piece, shift) for piece, shift in zip(pieces, biases, strict=True))
+        return tensor.split(widths)
+    return tensor.view(spec.heads, len(widths), spec.head_dim, *tensor.shape[1:]).unbind(1)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] in _QUANTISED and isinstance(getattr(module, "out_features", None), int)
 
 
 def _dense(name: str, module: nn.Module, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:

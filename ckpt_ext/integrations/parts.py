@@ -15,6 +15,14 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _RECORDER = "transformers.utils.output_capturing"
 """Hooks of this module record outputs while a model was asked for them (`output_attentions`), and do nothing otherwise."""
 
+_OF_ONE_CALL = "peft.tuners.lora.model"
+"""Hooks of this module are there for the time of one forward pass (`adapter_names`), and gone in backward."""
+
+
+class OneCall(NotImplementedError):
+    """What departs from a block in this call may be gone in backward, so that nothing may be run again there."""
+
+
 _ACTIVATIONS: dict[str, str | Callable[[Any], str]] = {
     "transformers.activations.SiLUActivation": "silu",
     "torch.nn.modules.activation.SiLU": "silu",
@@ -45,10 +53,21 @@ def untouched(name: str, module: nn.Module) -> None:
     """Refuse a module with hooks, or with a forward of its own, which would be skipped."""
     for hooks in _HOOKS:
         for hook in getattr(module, hooks).values():
-            if getattr(hook, "__module__", None) != _RECORDER:
+            if _owner(hook) == _OF_ONE_CALL:
+                raise OneCall(f"{name} must have the same adapters for all rows, got adapter_names or offsets")
+            if _owner(hook) != _RECORDER:
                 raise NotImplementedError(f"{name} must have no hooks, got {hooks.strip('_')}, which would be skipped")
     if "forward" in module.__dict__:
         raise NotImplementedError(f"{name} must keep its class's forward, got one of its own, which would be skipped")
+
+
+def has_hooks_of_one_call(module: nn.Module) -> bool:
+    """Whether hooks below `module` are gone in backward, so that its forward must not be run again there."""
+    return any(_owner(hook) == _OF_ONE_CALL for child in module.modules() for hook in child._forward_pre_hooks.values())
+
+
+def _owner(hook: Any) -> str | None:
+    return getattr(getattr(hook, "func", hook), "__module__", None)
 
 
 def tensors(name: str, weight: Any, bias: Any, shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
