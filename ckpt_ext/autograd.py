@@ -18,7 +18,7 @@ What `BlockFunction` keeps:
                       (plain MLP: 1 *)
     hidden            hidden_dim * itemsize              made again inside the activation's backward kernel
     P, scores         heads * T * itemsize               made again inside the attention's backward kernel
-    down(hidden)      dim * itemsize                     never needed again
+    down(hidden)      dim * itemsize                     never needed again, but by a norm over it (below)
     parameters        -                                  saved as inputs of the Function, not copied
     raw q, k          (heads + kv_heads) * head_dim      recomputed     recomputed    saved
                       * itemsize, where they have a norm
@@ -27,7 +27,10 @@ What `BlockFunction` keeps:
     cos, sin          rope_dim * 4                       saved, one table for all blocks
     mask              8 (segments), heads * T (dense)    saved, one for all blocks
 
-A fused MLP (`ckpt_ext.fused_mlp`) makes no normed rows, and so saves the attention half's alone.
+A fused MLP (`ckpt_ext.fused_mlp`) makes no normed rows, and so saves the attention half's alone. Elsewhere than in a plain pre-norm block
+(`BlockSpec.norm_placement`) there is for save="all", of each half, also what a norm behind it is taken of, dim * itemsize, and its
+statistics, which are else recomputed, with the projection before it; no normed rows nor statistics where a branch takes rows without a
+norm; and in a `parallel` block no mid residual, nor is the attention half's last projection run again.
 
 itemsize is that of the branches; the log-sum-exp and the statistics are float32 (float64 in a float64 block). The three modes run the same
 operations on the same values, so their gradients are equal bit for bit.
