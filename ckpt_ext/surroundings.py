@@ -59,10 +59,10 @@ class ModuleState:
         self._copies = {}
 
     def _values_before(self, after: list[int]) -> list[tuple[_Slot, Tensor]]:
-        """The buffers that were written to, with the values that they had."""
+        """The buffers that were written to in place, with the values that they had. Who assigns a new one leaves the old one as it was."""
         entries = []
         for slot, old, new in zip(self._buffers, self._before[len(self._parameters) :], after[len(self._parameters) :], strict=True):
-            place, name, buffer = slot
+            buffer = slot[2]
             if old != new or _may_be_statistics(buffer):
                 if id(buffer) not in self._copies:
                     raise NotImplementedError(
@@ -70,8 +70,6 @@ class ModuleState:
                         f"supported are buffers of floating dtypes of two bytes or more, and others up to {_SMALL} bytes"
                     )
                 entries.append((slot, self._copies[id(buffer)]))
-            elif place.get(name) is not buffer:
-                entries.append((slot, buffer))  # assigned anew: the old one has the old values
         return entries
 
     @contextlib.contextmanager
@@ -87,11 +85,9 @@ class ModuleState:
             after, entries = self._after, self._entries
             self._check_versions(after)
         written = [slot for slot, old, new in zip(self._parameters, self._before, after, strict=False) if old != new]
-        stand_ins: dict[int, Tensor] = {}
-        with torch.no_grad():
-            for slot, values in [*entries, *((slot, slot[2]) for slot in written)]:
-                if id(slot[2]) not in stand_ins:  # one that is registered twice stays one
-                    stand_ins[id(slot[2])] = values.clone().requires_grad_(values.requires_grad)
+        values = [*entries, *((slot, slot[2]) for slot in written)]
+        with torch.no_grad():  # by identity: one that is registered twice stays one
+            stand_ins = {id(slot[2]): tensor.clone().requires_grad_(tensor.requires_grad) for slot, tensor in values}
         present = [(place, name, place.get(name)) for place, name, _ in (*self._buffers, *written)]
         try:
             for place, name, tensor in (*self._buffers, *written):
