@@ -22,7 +22,20 @@ GPT2 = transformers.GPT2Config(
     vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, use_cache=False, resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0,
     bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
-CONFIGS = {"llama": LLAMA, "gpt2": GPT2}
+BERT = transformers.BertConfig(
+    vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, max_position_embeddings=32,
+    is_decoder=True, use_cache=False, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0, eos_token_id=2,
+)  # fmt: skip
+CONFIGS = {"llama": LLAMA, "gpt2": GPT2, "bert": BERT}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """For tensors this small threads do little but wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)
@@ -151,6 +164,9 @@ def test_hidden_states_and_hooks_on_layers(model):
     actual = model(input_ids=ids(), output_hidden_states=True).hidden_states
     assert len(actual) == len(expected) == 3 and equal(actual, expected)
     assert len(seen) == 1 and equal(seen, expected[1:2])
+    as_tuple = model(input_ids=ids(), output_hidden_states=True, return_dict=False)
+    assert isinstance(as_tuple, tuple) and equal(as_tuple[-1], expected)
+    assert isinstance(seen[0], torch.Tensor) and seen[0].shape == (2, 9, 32)
 
 
 def test_attention_weights_come_from_the_original_forward(blocks_run):

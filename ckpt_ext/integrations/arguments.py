@@ -29,7 +29,7 @@ class Arguments(NamedTuple):
     positions: Tensor | None
     cache: Any
     unknown: dict[str, Any]
-    """What the block does not know, with a value other than None and False."""
+    """What the block does not know, and which asks for something."""
 
 
 @lru_cache
@@ -51,11 +51,16 @@ def bind(forward: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], *, t
     names = list(given)
     known = {names[0], names[1], "attention_mask", table, *CACHES}
     aside = _LEFT_ASIDE if flash else _LEFT_ASIDE | _OF_FLASH
-    unknown = {name: value for name, value in given.items() if name not in known | aside and value is not None and value is not False}
+    unknown = {name: value for name, value in given.items() if name not in known | aside and not _is_off(name, value)}
     cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
     return Arguments(
         hidden, given.get("attention_mask"), None if table is None else given.get(table), given.get("position_ids"), cache, unknown
     )
+
+
+def _is_off(name: str, value: Any) -> bool:
+    """Whether an argument asks for nothing. False may: to a switch of outputs; `is_causal=False` does not."""
+    return value is None or value is False and name.startswith("output_")
 
 
 def has_past(cache: Any, layer_index: int | None) -> bool:
