@@ -54,9 +54,7 @@ class Called(NamedTuple):
         return self
 
     def __call__(self, x: Tensor) -> Tensor:
-        # Without its cache: a weight cast here, without grad, would be served to somebody who differentiates.
-        on = self.autocast is not None
-        with torch.autocast(x.device.type, self.autocast, cache_enabled=False) if on else nullcontext():
+        with nullcontext() if self.autocast is None else torch.autocast(x.device.type, self.autocast):
             return self.module(x).to(x.dtype)
 
     def grad_input(self, grad: Tensor, into: Tensor | None = None, x: Tensor | None = None) -> Tensor:

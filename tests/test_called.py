@@ -227,15 +227,21 @@ def test_a_change_of_its_weight_between_forward_and_backward_is_noticed():
         y.backward(grad)
 
 
-def test_under_autocast_the_module_runs_under_it_in_forward_and_backward():
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+def test_under_autocast_the_module_runs_under_it_in_forward_and_backward(inside):
+    """Backward inside, too, where autocast's cache still has what forward has cast without grad."""
     weights, (x, grad) = eager_block(SPEC, F32).weights(), inputs(F32)
     module, seen = linear_of(weights.up), []
     module.register_forward_hook(lambda module, args, y: seen.append((args[0].dtype, y.dtype, torch.is_autocast_enabled("cpu"))))
     called = weights._replace(up=Called.of(module))
     with torch.autocast("cpu", dtype=BF16):
         y = functional.block(x, called, SPEC)
+        if inside:
+            grads = torch.autograd.grad(y, [x, module.weight], grad)
         cast = functional.block(x, weights, SPEC)
-    grads, theirs = (torch.autograd.grad(out, [x, module.weight], grad) for out in (y, cast))
+    if not inside:
+        grads = torch.autograd.grad(y, [x, module.weight], grad)
+    theirs = torch.autograd.grad(cast, [x, module.weight], grad)
     assert set(seen) == {(BF16, BF16, True)} and len(seen) == 4
     for a, b in zip(grads, theirs, strict=True):
         assert a.dtype == F32
