@@ -64,6 +64,21 @@ def equal(a, b):
     return len(a) == len(b) and all(torch.allclose(x, y, rtol=1e-4, atol=1e-6) for x, y in zip(a, b, strict=True))
 
 
+def switch_checkpointing(model, on):
+    """The model's own checkpointing, under the name that its version has for it."""
+    verb = "enable" if on else "disable"
+    name = f"activation_checkpointing_{verb}" if hasattr(model, "activation_checkpointing_enable") else f"gradient_checkpointing_{verb}"
+    getattr(model, name)()
+
+
+def cached(model):
+    """A cache with keys of `ids()`, and the name of the argument that takes it."""
+    with torch.no_grad():
+        out = model(input_ids=ids(), use_cache=True)
+    name = "cache" if "cache" in out else "past_key_values"
+    return name, out[name]
+
+
 def layers_of(model):
     return [module for module in model.modules() if isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer)]
 
@@ -194,24 +209,22 @@ def test_an_empty_cache_in_training_is_left_alone_with_one_warning(blocks_run):
 
 def test_past_keys_are_attended_to(blocks_run):
     model = make(LLAMA)
-    with torch.no_grad():
-        cache = model(input_ids=ids(), use_cache=True).cache
-    expected = model(input_ids=ids(2, 3), cache=copy.deepcopy(cache), use_cache=True).logits
+    name, cache = cached(model)
+    expected = model(input_ids=ids(2, 3), use_cache=True, **{name: copy.deepcopy(cache)}).logits
     ckpt_ext.swap(model)
     with pytest.warns(UserWarning, match="past keys"):
-        actual = model(input_ids=ids(2, 3), cache=cache, use_cache=True).logits
+        actual = model(input_ids=ids(2, 3), use_cache=True, **{name: cache}).logits
     assert torch.equal(actual, expected) and not blocks_run
 
 
 def test_the_models_own_checkpointing_does_not_recompute_again(model, blocks_run):
     before = step(model)
     ckpt_ext.swap(model)
-    model.activation_checkpointing_enable()
-    assert model.is_activation_checkpointing
+    switch_checkpointing(model, True)
     assert equal(step(model), before) and len(blocks_run) == 2
     ckpt_ext.unswap(model)
     assert all(layer.gradient_checkpointing for layer in layers_of(model))
-    model.activation_checkpointing_disable()
+    switch_checkpointing(model, False)
     assert all(torch.equal(a, b) for a, b in zip(step(model), before, strict=True))
 
 

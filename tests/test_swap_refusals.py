@@ -55,6 +55,21 @@ def close(a, b):
     return len(a) == len(b) and all(torch.allclose(x, y, rtol=1e-3, atol=1e-3 * y.abs().max().item()) for x, y in zip(a, b, strict=True))
 
 
+def switch_checkpointing(model, on):
+    """The model's own checkpointing, under the name that its version has for it."""
+    verb = "enable" if on else "disable"
+    name = f"activation_checkpointing_{verb}" if hasattr(model, "activation_checkpointing_enable") else f"gradient_checkpointing_{verb}"
+    getattr(model, name)()
+
+
+def cached(model):
+    """A cache with keys of `ids()`, and the name of the argument that takes it."""
+    with torch.no_grad():
+        out = model(input_ids=ids(), use_cache=True)
+    name = "cache" if "cache" in out else "past_key_values"
+    return name, out[name]
+
+
 def first(model):
     return next(module for module in model.modules() if isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer))
 
@@ -329,10 +344,9 @@ def test_a_checkpointed_layer_with_a_cache(runs):
     with pytest.warns(UserWarning, match="use_cache=False"):
         assert identical(step(model, use_cache=True), before)
     assert runs == ["checkpoint"] * 2
-    with torch.no_grad():
-        cache = model(input_ids=ids(), use_cache=True).cache
+    name, cache = cached(model)
     assert cache.get_seq_length() == 9
-    model(input_ids=ids(3), cache=cache, use_cache=True).logits.sum().backward()
+    model(input_ids=ids(3), use_cache=True, **{name: cache}).logits.sum().backward()
     assert cache.get_seq_length() == 12 and runs == ["checkpoint"] * 2
 
 
@@ -341,7 +355,7 @@ def test_the_models_own_checkpointing_of_layers_that_stay(runs):
     before = step(model)
     ckpt_ext.swap(model, fallback="none")
     hook_down(model)
-    model.activation_checkpointing_enable()
+    switch_checkpointing(model, True)
     with pytest.warns(UserWarning, match="no hooks"):
         assert not close(step(model), before)
     assert runs == ["checkpoint", "block"]
