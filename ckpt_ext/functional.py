@@ -30,11 +30,10 @@ def block(
 
     Between forward and backward it keeps what `policy` says, x alone by default. Dropout of `spec` and of adapters is drawn where
     `training`, from one state, reserved in the default generator of x's device. Under autocast the branches compute in autocast's dtype
-    and the residual stream in x's.
-    Weights may have another dtype than x; each gradient has its tensor's. `mask`, from `attention_mask`, adds documents, padding or a dense
-    mask to the spec's causality and window. `table`, cosines and sines `[T, rope_dim / 2]` or `[B or 1, T, rope_dim / 2]` of any strides,
-    rotates queries and keys by those angles instead of by `rope_theta`'s, which may be None; it gets no gradient. `place` is for
-    `checkpoint_sequential`, which puts blocks into segments.
+    and the residual stream in x's. Weights may have another dtype than x; each gradient has its tensor's. `mask`, from `attention_mask`,
+    adds documents, padding or a dense mask to the spec's causality and window. `table`, cosines and sines `[T, rope_dim / 2]` or
+    `[B or 1, T, rope_dim / 2]` of any strides, rotates queries and keys by those angles instead of by `rope_theta`'s, which may be None; it
+    gets no gradient. `place` is for `checkpoint_sequential`, which puts blocks into segments.
 
     Raises ValueError for a wrong shape, dtype or device, and RuntimeError for a backend that cannot run.
     """

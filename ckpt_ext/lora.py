@@ -12,7 +12,7 @@ The base is frozen, as a rule, and then costs no weight gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from . import rng
-from .projections import InCall, Kind, Projection, Uncut, write_by_copy
+from .projections import InCall, Kind, Projection, Uncut, stretches, write_by_copy
 from .rng import Dropout
 from .sites import MOST_ADAPTERS, adapter_site
 from .validate import number, probability
@@ -85,21 +85,33 @@ class LoRA(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.base(x)
-        total = y.flatten(0, -2)
-        for index, adapter in enumerate(self.adapters):
-            a, b, bias = self._computed_in(x, adapter)
-            dropped = self._dropped(index, x.to(a.dtype)).flatten(0, -2)
-            total = torch.addmm(total.to(a.dtype), linear(dropped, a), b.T, alpha=adapter.scaling)
-            if bias is not None:
-                total = torch.add(total, bias, alpha=adapter.scaling)
-        return total.to(x.dtype).view(y.shape)
+        # In place, but where autograd looks on or somebody else may hold it: a hook of a module that is called.
+        differentiable = torch.is_grad_enabled()
+        y = y.clone(memory_format=torch.contiguous_format) if differentiable or self.base.kind.reads_rows else y
+        rows, sums, dtype = x.flatten(0, -2), y.flatten(0, -2), self._dtype(x)
+        for span in self._stretches(rows):
+            part, total = rows[span].to(dtype), sums[span].to(dtype)
+            for index, adapter in enumerate(self.adapters):
+                a, b, bias = _in(dtype, adapter)
+                through_a = linear(self._dropped(index, part, span), a)
+                total = torch.addmm(total, through_a, b.T, alpha=adapter.scaling, out=None if differentiable else total)
+                if bias is not None:
+                    total.add_(bias, alpha=adapter.scaling)
+            if differentiable or dtype != y.dtype:
+                sums[span] = total
+        return y
 
     def grad_input(self, grad: Tensor, into: Tensor | None = None, x: Tensor | None = None) -> Tensor:
-        total = self.base.grad_input(grad, into, x)
-        for index, adapter in enumerate(self.adapters):
-            a, b, _ = self._computed_in(grad, adapter)
-            rows = _through_b(grad.to(b.dtype), b, adapter) @ a
-            total.add_(self._dropped(index, rows))
+        total, dtype = self.base.grad_input(grad, into, x), self._dtype(grad)
+        for span in self._stretches(grad):
+            part, sums = grad[span].to(dtype), total[span]
+            for index, adapter in enumerate(self.adapters):
+                a, b, _ = _in(dtype, adapter)
+                through_b = _through_b(part, b, adapter)
+                if dtype == total.dtype and not self._drops(adapter):
+                    torch.addmm(sums, through_b, a, out=sums)
+                else:
+                    sums.add_(self._dropped(index, through_b @ a, span))
         return total
 
     def grad_tensors(
@@ -110,39 +122,47 @@ class LoRA(NamedTuple):
         grads = self.base.grad_tensors(grad, x, needs[:of_base], onto[:of_base])
         for index in range(len(self.adapters)):
             place = slice(of_base + _TENSORS * index, of_base + _TENSORS * (index + 1))
-            adapter_grads = self._grad_adapter(index, grad, x, needs[place])
-            grads += [new if old is None or new is None else old.add_(new) for new, old in zip(adapter_grads, onto[place], strict=True)]
+            sums = list(onto[place])
+            if any(needs[place]):
+                for span in self._stretches(grad):
+                    sums = list(map(_sum, sums, self._grad_adapter(index, grad, x, needs[place], span)))
+            grads += sums
         return [*grads, None]
 
     def write_grads(self, grad: Tensor, x: Tensor, places: Sequence[Tensor | None]) -> None:
         write_by_copy(self, grad, x, places)
 
-    def _grad_adapter(self, index: int, grad: Tensor, x: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        """Gradients of a, b and b_bias, in the dtype that the adapter computes in."""
-        adapter = self.adapters[index]
+    def _grad_adapter(self, index: int, grad: Tensor, x: Tensor, needs: Sequence[bool], span: slice) -> list[Tensor | None]:
+        """What the rows in `span` give to the gradients of a, b and b_bias, in the dtype that adapters compute in."""
+        adapter, dtype = self.adapters[index], self._dtype(x)
         needs_a, needs_b, needs_bias = needs
-        if not any(needs):
-            return [None] * _TENSORS
-        a, b, bias = self._computed_in(x, adapter)
-        grad = grad.to(a.dtype)
+        a, b, bias = _in(dtype, adapter)
+        grad = grad[span].to(dtype)
         grad_a, grad_b = None, None
         if needs_a or needs_b:
-            dropped = self._dropped(index, x.to(a.dtype))
+            dropped = self._dropped(index, x[span].to(dtype), span)
             grad_a = _through_b(grad, b, adapter).T @ dropped if needs_a else None
             grad_b = grad.T @ (linear(dropped, a) * adapter.scaling) if needs_b else None
         return [grad_a, grad_b, grad.sum(0).mul_(adapter.scaling) if needs_bias and bias is not None else None]
 
-    def _computed_in(self, rows: Tensor, adapter: Adapter) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The adapter's tensors in the dtype that it computes in on `rows`."""
-        dtype = self.dtype or reduce(torch.promote_types, (other.a.dtype for other in self.adapters), rows.dtype)
-        return adapter.a.to(dtype), adapter.b.to(dtype), None if adapter.b_bias is None else adapter.b_bias.to(dtype)
+    def _dtype(self, rows: Tensor) -> torch.dtype:
+        """What the adapters compute in on `rows`."""
+        return self.dtype or reduce(torch.promote_types, (adapter.a.dtype for adapter in self.adapters), rows.dtype)
 
-    def _dropped(self, index: int, rows: Tensor) -> Tensor:
-        """Rows, of x or of the gradient that it gets, through an adapter's dropout."""
-        p = self.adapters[index].p
-        if self.state is None or p == 0:
+    def _stretches(self, rows: Tensor) -> Iterator[slice]:
+        """Rows by so many at a time that copies of them, wider or with elements dropped, are small beside the whole."""
+        widest = max([1, *(width for adapter in self.adapters for width in (adapter.a.size(1), adapter.b.size(0)))])
+        return stretches(rows.size(0), widest)
+
+    def _drops(self, adapter: Adapter) -> bool:
+        return self.state is not None and adapter.p > 0
+
+    def _dropped(self, index: int, rows: Tensor, span: slice) -> Tensor:
+        """The rows in `span`, of x or of the gradient that it gets, through an adapter's dropout."""
+        adapter = self.adapters[index]
+        if self.state is None or not self._drops(adapter):
             return rows
-        return rng.dropout(rows, Dropout(self.state, p, adapter_site(self.projection, index), self.first_row))
+        return rng.dropout(rows, Dropout(self.state, adapter.p, adapter_site(self.projection, index), self.first_row + span.start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +189,18 @@ class _LoraKind(Uncut):
             for index, (scaling, p) in enumerate(self.options)
         )
         return LoRA(self.base.bind(tensors[: self.base.arity]), adapters, state, self.projection, self.dtype, self.first_row)
+
+
+def _in(dtype: torch.dtype, adapter: Adapter) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The adapter's tensors in the dtype that it computes in."""
+    return adapter.a.to(dtype), adapter.b.to(dtype), None if adapter.b_bias is None else adapter.b_bias.to(dtype)
+
+
+def _sum(total: Tensor | None, addend: Tensor | None) -> Tensor | None:
+    """What stretches give, added up in float32 or wider."""
+    if total is None or addend is None:
+        return total if addend is None else addend.to(torch.promote_types(addend.dtype, torch.float32))
+    return total.add_(addend)
 
 
 def _through_b(grad: Tensor, b: Tensor, adapter: Adapter) -> Tensor:

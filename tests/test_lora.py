@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ckpt_ext import BlockSpec, Policy, functional, reference, rng, rope
+from ckpt_ext.called import Called
 from ckpt_ext.lora import Adapter, LoRA
 from ckpt_ext.projections import Dense, InCall
 from ckpt_ext.segments import Place, Segment
@@ -27,7 +28,7 @@ def draw(*shape, seed=0, dtype=F64):
 def adapter(base, rank, p=0.0, *, bias=False, seed=0, scaling=0.7, dtype=F64):
     out, width = base.weight.shape
     a, b = draw(rank, width, seed=seed, dtype=dtype).div_(5), draw(out, rank, seed=seed + 1, dtype=dtype).div_(5)
-    offset = draw(out, seed=seed + 2, dtype=dtype).requires_grad_() if bias else None
+    offset = draw(out, seed=seed + 2, dtype=dtype).div_(5).requires_grad_() if bias else None
     return Adapter(a.requires_grad_(), b.requires_grad_(), offset, scaling, p)
 
 
@@ -191,6 +192,44 @@ def test_a_mask_is_a_function_of_the_row_however_the_rows_are_sliced():
     one, *others = (run(x, weights, SPEC, grad, policy=Policy(slices=slices)) for slices in (1, 3, 18))
     for other in others:
         assert_same(other, one)
+
+
+@pytest.mark.parametrize("dtype, adapter_dtype", [(F64, F64), (F32, F32), (BF16, F32), (F32, BF16)], ids=str)
+def test_rows_by_stretches_give_what_they_give_at_once(monkeypatch, dtype, adapter_dtype):
+    base, x, grad = Dense(draw(12, 10, dtype=dtype)), draw(300, 10, seed=1, dtype=dtype), draw(300, 12, seed=2, dtype=dtype)
+    one, two = adapter(base, 3, 0.4, dtype=adapter_dtype), adapter(base, 2, bias=True, seed=5, dtype=adapter_dtype)
+    lora = LoRA(base, (one, two)).in_call(InCall(1, rng.reserve("cpu"))).rows_from(7)
+    needs = [False, False, *[True] * 5, True, False]
+    needs[4] = False  # there is no such bias
+    runs = []
+    for stretch in (1 << 23, 1):  # elements: a stretch is 128 rows at the least
+        monkeypatch.setattr("ckpt_ext.projections._STRETCH", stretch)
+        differentiable = lora(x).detach()
+        with torch.no_grad():
+            grads = [g for g in lora.grad_tensors(grad, x, needs) if g is not None]
+            onto = [None if not need else torch.ones_like(t, dtype=F64) for t, need in zip(lora.tensors, needs, strict=True)]
+            sums = [g - 1 for g in lora.grad_tensors(grad, x, needs, onto) if g is not None]
+            outputs = [differentiable, lora(x), lora.grad_input(grad), lora.grad_input(grad, torch.ones_like(x))]
+        runs.append([*outputs, *grads, *sums])
+    assert len(runs[0]) == 4 + 5 + 5
+    bits = 0.02 if dtype == BF16 else 1e-4 if dtype == F32 else 1e-11
+    for whole, parts in zip(*runs, strict=True):
+        torch.testing.assert_close(parts, whole, rtol=bits, atol=bits)
+
+
+def test_what_a_called_base_returns_is_not_written_to():
+    kept = []
+
+    class Keeping(torch.nn.Linear):
+        def forward(self, x):
+            kept.append(super().forward(x))
+            return kept[-1]
+
+    base, x = Keeping(6, 4, bias=False, dtype=F64), draw(5, 6)
+    with torch.no_grad():
+        lora = LoRA(Called.of(base), (adapter(base, 2),))
+        assert not torch.allclose(lora(x), kept[0])
+        torch.testing.assert_close(kept[0], torch.nn.functional.linear(x, base.weight))
 
 
 def test_the_gradient_of_a_dropped_element_is_zero_and_no_other():
