@@ -162,7 +162,9 @@ def test_wide_adapters_over_a_narrow_base_compute_wide():
     base = Dense(torch.zeros(4, 6, dtype=BF16))
     one = Adapter(draw(2, 6, dtype=F32), draw(4, 2, seed=1, dtype=F32), None, 2.0)
     x, lora = draw(3, 6, seed=2, dtype=BF16), LoRA(base, (one,))
-    assert torch.equal(lora(x), ((x.float() @ one.a.T) @ one.b.T * 2).to(BF16))
+    for grad_mode in (True, False):
+        with torch.set_grad_enabled(grad_mode):
+            assert torch.equal(lora(x), ((x.float() @ one.a.T) @ one.b.T * 2).to(BF16))
     grad = draw(3, 4, seed=3, dtype=BF16)
     grads = lora.grad_tensors(grad, x, [False, False, True, True, False, False])
     assert [None if g is None else g.dtype for g in grads] == [None, None, F32, F32, None, None]
