@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from ckpt_ext import BlockSpec, EagerBlock, Policy, TransformerBlock, checkpoint_sequential, functional, offload
+from ckpt_ext.kernels import tiles
 from ckpt_ext.memory import LiveStorages, saved_bytes
 from ckpt_ext.projections import Dense
 from ckpt_ext.testing import assert_accurate, eager_block, twin
@@ -191,6 +192,19 @@ def test_triton_equals_the_reference_and_itself_in_every_policy(placement):
     for name in expected:
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-10, atol=1e-11, msg=name)
     assert_same(results(twin(reference, backend="triton", policy=Policy("all", slices=2)), x, grad), actual)
+
+
+@new_placements
+def test_a_fused_mlp_reads_the_stream_as_each_placement_has_it(placement, monkeypatch):
+    monkeypatch.setattr(tiles, "fused_mlp", lambda *_: True)
+    reference = eager_block(spec_of(placement, rope_theta=1e4, **DROPOUT))
+    x, grad = inputs(batch=1, length=4)
+    expected = results(reference, x, grad)
+    actual = results(twin(reference, backend="triton", policy=Policy(slices=2)), x, grad)
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-10, atol=1e-11, msg=name)
+    again = results(twin(reference, backend="triton", policy=Policy("all", slices=2)), x, grad)
+    assert_same(again, actual)
 
 
 @new_placements
