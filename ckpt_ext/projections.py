@@ -117,10 +117,8 @@ class Uncut:
 
 class _DenseKind:
     arity = 2
+    cuttable = True
     reads_rows = False
-
-    def __init__(self, *, cuttable: bool) -> None:
-        self.cuttable = cuttable
 
     def rows(self, tensors: Sequence[Tensor | None], span: slice) -> list[Tensor | None]:
         return [None if t is None else t[span] for t in tensors]
@@ -133,6 +131,14 @@ class _DenseKind:
         weight, bias = tensors
         assert weight is not None
         return Dense(weight, bias)
+
+
+class _DenseByHeadKind(Uncut):
+    arity = 2
+    reads_rows = False
+
+    def bind(self, tensors: Sequence[Tensor | None]) -> Dense:
+        return _DENSE.bind(tensors)
 
 
 class Dense(NamedTuple):
@@ -223,4 +229,4 @@ def _matrix(weight: Tensor) -> Tensor:
     return weight.flatten(0, -2)
 
 
-_DENSE, _DENSE_BY_HEAD = _DenseKind(cuttable=True), _DenseKind(cuttable=False)
+_DENSE, _DENSE_BY_HEAD = _DenseKind(), _DenseByHeadKind()
