@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import host
@@ -108,3 +109,17 @@ def saved_bytes(forward: Callable[[], object], ignored: Iterable[Tensor] = ()) -
         kept.pop(storage._cdata, None)
     del result
     return sum(kept.values())
+
+
+def activation_peak(step: Callable[[], object], model: nn.Module, ignored: Iterable[Tensor] = ()) -> int:
+    """The most bytes alive in `step()`, a forward and backward pass of `model`, beside its parameters, their gradients once these are
+    handed over, and the storages of `ignored`."""
+    memory = LiveStorages([*model.parameters(), *model.buffers(), *ignored])
+    with ExitStack() as stack:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(lambda p: memory.ignore(p.grad))
+                stack.callback(hook.remove)
+        with memory:
+            step()
+    return memory.peak

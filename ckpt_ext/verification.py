@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from . import rng
 from .integrations import SwapReport, swap, unswap
-from .ledger import measure
+from .memory import activation_peak, saved_bytes
 from .spec import BackendName, Policy
 from .truth import Float64Throughout
 from .validate import one_of
@@ -54,7 +55,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A step's memory in bytes: kept by forward for backward, and the peak without parameters and gradients."""
+    """A step's memory in bytes: kept by forward for backward, and the peak, without parameters and finished gradients."""
 
     saved: int
     peak: int
@@ -164,13 +165,11 @@ def _truth(model: nn.Module, batch: Any, loss: Loss, start: rng.RngState, dtype:
 
 
 def _memory(model: nn.Module, batch: Any, loss: Loss, start: rng.RngState) -> Memory:
-    def step() -> None:
-        loss(call(model, batch)).backward()
-        model.zero_grad(set_to_none=True)
-
+    given = [leaf for leaf in tree_iter(batch) if isinstance(leaf, Tensor)]
     with undisturbed(model), start.replay():
-        ledger = measure(step, model)
-    return Memory(ledger.saved + ledger.logits, ledger.activations)
+        saved = saved_bytes(lambda: loss(call(model, batch)), [*model.parameters(), *model.buffers(), *given])
+    with undisturbed(model), start.replay():
+        return Memory(saved, activation_peak(lambda: loss(call(model, batch)).backward(), model, given))
 
 
 def _entries(ours: Step, original: Step, exact: Step, rows: int) -> Iterator[Entry]:
