@@ -118,6 +118,8 @@ def verify(
         model.train(model.training and not random)
         progress("as it is")
         original = run(model, batch, loss, start)
+        if all(gradient is None for gradient in original.gradients.values()):
+            raise ValueError("the loss must depend on a parameter that requires grad, got none that does")
         progress("truth")
         exact = original if truth == "original" else _truth(model, batch, loss, start, getattr(torch, truth))
         original_memory = _memory(model, batch, loss, start) if memory else None

@@ -94,4 +94,5 @@ def _batch(config: Any, batch: int, length: int, seed: int, dtype: torch.dtype) 
     ids = text.batches(text.read(), 1, batch, length, seed)[0, :, :length] % config.vocab_size
     mask = torch.ones_like(ids)
     mask[1:2, : length // 4] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    before = torch.nn.functional.pad(mask[:, :-1], (1, 0))  # a decoder must not predict the first token from padding
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask * before == 0, -100)}

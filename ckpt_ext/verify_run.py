@@ -20,7 +20,7 @@ class Step(NamedTuple):
     """What one forward and backward pass gave."""
 
     outputs: dict[str, Tensor]
-    """Floating-point tensors of the output, by their path in it."""
+    """Floating-point tensors of the output, by their path in it; zero where the batch's attention mask says that there is padding."""
     loss: Tensor
     gradients: dict[str, Tensor | None]
     """Of every parameter, by name."""
@@ -42,10 +42,11 @@ def run(model: nn.Module, batch: Any, loss: Loss, start: rng.RngState) -> Step:
         stack.enter_context(start.replay())
         output = call(model, batch)
         value = loss(output)
-        value.backward()
+        if value.requires_grad:  # a wrong swap may have cut it off from every parameter
+            value.backward()
         generators = tuple(state.clone() for _, state in rng.capture().generators)
         return Step(
-            {path: tensor.detach().clone() for path, tensor in _floating(output)}, value.detach().clone(),
+            {path: _seen(tensor.detach(), batch) for path, tensor in _floating(output)}, value.detach().clone(),
             {name: None if p.grad is None else p.grad.detach() for name, p in model.named_parameters()},
             {name: buffer.detach().clone() for name, buffer in model.named_buffers()}, generators, hooks,
         )  # fmt: skip
@@ -75,14 +76,14 @@ def widened(batch: Any) -> Any:
 def default_loss(output: Any) -> Tensor:
     """The output's own loss, where it has one; else a mean of all its floating-point elements, each with a weight of its own.
 
-    Raises ValueError where there is nothing to differentiate.
+    Raises ValueError where there is neither.
     """
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own.mean()
-    terms = [tensor for _, tensor in _floating(output) if tensor.requires_grad]
+    terms = [tensor for _, tensor in _floating(output)]
     if not terms:
-        raise ValueError("the model's output must have a loss or a tensor that requires grad, got neither: pass loss=")
+        raise ValueError("the model's output must have a loss or a floating-point tensor, got neither: pass loss=")
     return torch.stack([_weighted_mean(term) for term in terms]).sum()
 
 
@@ -101,6 +102,14 @@ def _floating(output: Any) -> Iterator[tuple[str, Tensor]]:
     for path, leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             yield keystr(path) or "output", leaf
+
+
+def _seen(output: Tensor, batch: Any) -> Tensor:
+    """A copy of `output [B, T, ...]`, zero at padding: what attention makes of a token that sees no key differs by implementation."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or output.shape[:2] != mask.shape:
+        return output.clone()
+    return output.masked_fill((mask == 0).view(*mask.shape, *[1] * (output.dim() - 2)), 0)
 
 
 def _counter(counts: dict[str, int], name: str) -> Callable[[Tensor], None]:
