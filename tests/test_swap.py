@@ -191,6 +191,11 @@ def test_attention_weights_come_from_the_original_forward(blocks_run):
     with pytest.warns(UserWarning, match="output_attentions"):
         actual = model(input_ids=ids(), output_attentions=True).attentions
     assert len(actual) == 2 and all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)) and not blocks_run
+    model.config.output_attentions = True  # is no argument of the layers then
+    ckpt_ext.swap(model)
+    with pytest.warns(UserWarning, match="output_attentions"):
+        assert len(model(input_ids=ids()).attentions) == 2 and not blocks_run
+    model.config.output_attentions = False
     step(model)
     assert len(blocks_run) == 2  # the recorder's hooks stay, and are idle
 
@@ -226,6 +231,16 @@ def test_the_models_own_checkpointing_does_not_recompute_again(model, blocks_run
     assert all(layer.gradient_checkpointing for layer in layers_of(model))
     switch_checkpointing(model, False)
     assert all(torch.equal(a, b) for a, b in zip(step(model), before, strict=True))
+
+
+def test_classes_made_of_a_swapped_one_do_not_recompute_again(model, blocks_run):
+    """As FSDP makes one for each sharded layer; the library wraps the forward of each such class."""
+    before = step(model)
+    ckpt_ext.swap(model)
+    for layer in layers_of(model):
+        layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), {})
+    switch_checkpointing(model, True)
+    assert equal(step(model.train()), before) and len(blocks_run) == 2
 
 
 @pytest.mark.parametrize("save", ["input", "attention", "all"])

@@ -350,6 +350,34 @@ def test_a_checkpointed_layer_with_a_cache(runs):
     assert cache.get_seq_length() == 12 and runs == ["checkpoint"] * 2
 
 
+def test_a_cache_by_position_is_not_written_twice(runs):
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=32, activation_function="quick_gelu", **TOKENS)
+    model = make(config).eval()
+    before = step(model, use_cache=False)
+    assert len(ckpt_ext.swap(model).refused) == 2
+    with pytest.warns(UserWarning, match="use_cache=False"):
+        assert identical(step(model, use_cache=True), before) and runs == ["checkpoint"] * 2
+    name, cache = cached(model)
+    model(input_ids=ids(3), use_cache=True, **{name: cache}).logits.sum().backward()
+    assert cache.get_seq_length() == 12 and runs == ["checkpoint"] * 2
+
+
+def test_gradients_of_what_routers_record_in_checkpointed_layers(runs):
+    """The auxiliary loss of experts is of tensors that leave the layers by hooks."""
+    config = copy.deepcopy(MIXTRAL)
+    config.output_router_logits, config.router_aux_loss_coef = True, 1.0
+    model = make(config)
+
+    def router_grads():
+        model.zero_grad()
+        model(input_ids=ids(), labels=ids()).aux_loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    before = router_grads()
+    ckpt_ext.swap(model)
+    assert identical(router_grads(), before) and before and runs == ["checkpoint"] * 2
+
+
 def test_the_models_own_checkpointing_of_layers_that_stay(runs):
     model = make()
     before = step(model)

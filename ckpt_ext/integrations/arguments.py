@@ -58,6 +58,18 @@ def bind(forward: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], *, t
     )
 
 
+def without_cache(forward: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], Any]:
+    """The same arguments with None in the place of a cache, and the cache, or None where there is none."""
+    places = {name: index for index, name in enumerate(list(_signature(forward).parameters)[1:])}
+    bare, named, cache = list(args), dict(kwargs), None
+    for name in CACHES:
+        if named.get(name) is not None:
+            cache, named[name] = named[name], None
+        elif places.get(name, len(bare)) < len(bare) and bare[places[name]] is not None:
+            cache, bare[places[name]] = bare[places[name]], None
+    return bare, named, cache
+
+
 def _is_off(name: str, value: Any) -> bool:
     """Whether an argument asks for nothing. False may: to a switch of outputs; `is_causal=False` does not."""
     return value is None or value is False and name.startswith("output_")

@@ -97,11 +97,11 @@ def _run(layer: nn.Module, original: type[nn.Module], args: Sequence[Any], kwarg
         attention = family.child(layer, family.attention)
         implementation = attention.config._attn_implementation
         call = arguments.bind(original.forward, args, kwargs, table=family.table, flash=implementation in model_masks.FLASH)
-        if call.unknown:
-            raise NotImplementedError(f"arguments must be those of a block, got {', '.join(call.unknown)}")
-        if _records_attentions():
+        if _records_attentions() or call.unknown.get("output_attentions"):
             state.notice("output_attentions=True asks for attention weights, which blocks do not make: the original forward runs, all kept")
             return original.forward(layer, *args, **kwargs)
+        if call.unknown:
+            raise NotImplementedError(f"arguments must be those of a block, got {', '.join(call.unknown)}")
         if call.cache is not None:
             if arguments.has_past(call.cache, getattr(attention, "layer_idx", None)):
                 state.notice("a cache with past keys came with gradients on: the original forward runs, all kept")
@@ -137,19 +137,17 @@ def _block(layer: nn.Module, family: Family, state: State, call: arguments.Argum
 
 def _fall_back(layer: nn.Module, original: type[nn.Module], state: State, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The original forward, checkpointed where the fallback or the library's own switch says so, and where no cache is written to."""
-    kwargs = dict(kwargs)
-    for name in arguments.CACHES:
-        if kwargs.get(name) is not None:
-            if arguments.has_past(kwargs[name], None):
-                return original.forward(layer, *args, **kwargs)
-            state.notice("a cache came with gradients on and stays empty; set use_cache=False in training")
-            kwargs[name] = None
+    bare_args, bare_kwargs, cache = arguments.without_cache(original.forward, args, kwargs)
+    if cache is not None:
+        if arguments.has_past(cache, None):
+            return original.forward(layer, *args, **kwargs)
+        state.notice("a cache came with gradients on and stays empty; set use_cache=False in training")
     if parts.has_hooks_of_one_call(layer):
         return original.forward(layer, *args, **kwargs)
     if state.fallback == "checkpoint" or (layer.training and layer.__dict__.get("gradient_checkpointing")):
         function: Callable[..., Any] = _Replayed(original, AdapterStates.of(layer)).forward
-        return checkpoint(function, layer, *args, **kwargs)
-    return original.forward(layer, *args, **kwargs)
+        return checkpoint(function, layer, *bare_args, **bare_kwargs)
+    return original.forward(layer, *bare_args, **bare_kwargs)
 
 
 class _Replayed(NamedTuple):
