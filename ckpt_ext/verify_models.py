@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import text
+from .validate import positive_int
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,7 +53,12 @@ def load(name: str, *, batch: int, length: int, layers: int | None, dtype: torch
         from transformers import AutoConfig
 
         kind = name.removeprefix(_PREFIX)
-        model = _from_config(_cut(AutoConfig.for_model(kind, **TINY[kind]), layers), dtype)
+        sizes = TINY[kind]
+        if layers is not None:
+            positive_int("layers", layers)
+            sizes = {**sizes, "n_layer" if "n_layer" in sizes else "num_hidden_layers": layers}
+        config = AutoConfig.for_model(kind, **sizes)
+        model = _from_config(config, dtype)
     else:
         raise ValueError(f"model must be a directory, module:function or one of {', '.join(names())}, got {name!r}")
     return model.train(), _batch(model.config, batch, length, seed, dtype)
@@ -72,6 +78,8 @@ def _from_directory(folder: Path, layers: int | None, dtype: torch.dtype) -> Any
 
 def _cut(config: PretrainedConfig, layers: int | None) -> PretrainedConfig:
     if layers is not None:
+        if not 0 < layers <= config.num_hidden_layers:
+            raise ValueError(f"layers must be at least 1 and at most the model's {config.num_hidden_layers}, got {layers}")
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]

@@ -16,6 +16,7 @@ from ..checkpoint import checkpoint
 from ..spec import BackendName, Policy
 from . import arguments, model_masks, parts
 from .adapters import AdapterStates
+from .chain import Link, passed, place_of
 from .decoders import DECODERS
 from .encoders import ENCODERS
 from .family import Family
@@ -37,6 +38,8 @@ class State:
     fallback: Fallback
     refused: str | None = None
     """Why the layer was no block when it was swapped; it goes through the fallback then."""
+    link: Link | None = None
+    """Where the layer stands among the model's, if those are cut into segments."""
     noticed: set[str] = field(default_factory=set)
     """What has been warned of; one set for all layers of a swap."""
 
@@ -129,10 +132,17 @@ def _block(layer: nn.Module, family: Family, state: State, call: arguments.Argum
         call.mask, call.positions, implementation=implementation, causal=causal, window=window, batch=hidden.size(0), length=hidden.size(1)
     )
     spec = family.spec(layer, reading.causal, reading.window, 2 * half)
-    return functional.block(
+    # A graph cannot hold what forward notes down for backward.
+    link = None if torch.compiler.is_compiling() else state.link
+    trained = any(parameter.requires_grad for parameter in layer.parameters())
+    place, last = place_of(link, hidden, spec, trained=trained)
+    y = functional.block(
         hidden, family.weights(layer, spec), spec, mask=reading.mask, table=table, policy=state.policy, backend=state.backend,
         training=True,  # the spec's probabilities are those of children in training
+        place=place,
     )  # fmt: skip
+    passed(link, place, last, y)
+    return y
 
 
 def _fall_back(layer: nn.Module, original: type[nn.Module], state: State, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

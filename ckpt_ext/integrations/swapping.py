@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from torch import nn
 
 from ..backends import select
 from ..modules import EagerBlock, TransformerBlock
+from ..plan import Plan
 from ..spec import BackendName, Policy
 from ..validate import instance, one_of
+from .chain import Link, Segments, links
 from .layer import FAMILIES, STATE, Fallback, State, family_of, original_class, swapped_class
 from .report import SwapReport
 
@@ -20,49 +22,78 @@ SUPPORTED = ((5, 17), (5, 24))
 
 
 def swap(
-    model: nn.Module, *, policy: Policy | None = None, backend: BackendName = "auto", fallback: Fallback = "checkpoint"
-) -> SwapReport:
+    model: nn.Module, *, policy: Policy | Plan | None = None, segments: Segments = None, backend: BackendName = "auto",
+    fallback: Fallback = "checkpoint",
+) -> SwapReport:  # fmt: skip
     """Make the layers of `model` run as blocks that keep what `policy` says, wherever gradients are on; the model is changed in place.
 
     Parameters, their names, hooks on the layers, the config and what optimizers hold stay as they are; without gradients (`no_grad`,
     `generate`) the original forward runs. `model` is a model of transformers, PEFT's around one, or any module that contains such layers
     or `TransformerBlock`s, which take the policy. Swapping again sets the policy anew.
 
+    `segments` are those of `checkpoint_sequential`, of the layers that are swapped: their number, their lengths or "auto". A layer that is
+    not given the output of the one before as it was begins a segment of its own. `policy` may be a `ckpt_ext.plan.Plan`, which has both.
+
     Layers that are no blocks, or are more than their class, are refused by name in the report: with `fallback="checkpoint"` their
     original forward runs inside `ckpt_ext.checkpoint`, with "none" they stay as they were. A layer that becomes more than its class
     later (a hook, another child) warns, and does the same.
 
-    Raises NotImplementedError for a version of transformers outside of the supported range, ValueError for a model without such layers, and
-    RuntimeError for a backend that cannot run.
+    Raises NotImplementedError for a version of transformers outside of the supported range, ValueError for a model without such layers, for
+    segments or a plan that do not fit them, and RuntimeError for a backend that cannot run.
     """
     instance("model", model, nn.Module)
-    instance("policy", policy or Policy(), Policy)
+    policy = policy or Policy()
+    if not isinstance(policy, Plan):
+        instance("policy", policy, Policy)
     one_of("backend", backend, get_args(BackendName))
     one_of("fallback", fallback, get_args(Fallback))
     _check_version()
-    policy, report, noticed = policy or Policy(), SwapReport(fallback=fallback), set[str]()
-    for name, layer in list(_layers(model)):
+    report, noticed = SwapReport(fallback=fallback), set[str]()
+    layers = dict(_layers(model))
+    if not layers:
+        known = ", ".join(family.layer for family in FAMILIES.values())
+        raise ValueError(f"model must contain layers that can be swapped ({known}), got {type(model).__name__} without any")
+    for layer in layers.values():
         for parameter in layer.parameters():
             select(backend, parameter.device)
             break
-        if isinstance(layer, TransformerBlock):
-            layer.policy, layer.backend = policy, backend
-            report.swapped.append(name)
-            continue
-        reason = _refusal(layer)
-        _restore(layer)
+    reasons = {name: None if isinstance(layer, TransformerBlock) else _refusal(layer) for name, layer in layers.items()}
+    places = _places({name: layers[name] for name, reason in reasons.items() if reason is None}, policy, segments)
+    for name, layer in layers.items():
+        reason = reasons[name]
         if reason is None:
             report.swapped.append(name)
         else:
             report.refused[name] = reason
+        layer_policy, link = places.get(name, (Policy(), None))
+        if isinstance(layer, TransformerBlock):
+            layer.policy, layer.backend = layer_policy, backend
+            continue
+        _restore(layer)
         if reason is None or fallback == "checkpoint" and not _has_own_forward(layer):
-            setattr(layer, STATE, State(name, policy, backend, fallback, reason, noticed))
+            setattr(layer, STATE, State(name, layer_policy, backend, fallback, reason, link, noticed))
             kind: Any = type(layer)
             layer.__class__ = swapped_class(kind)
-    if not report.swapped and not report.refused:
-        known = ", ".join(family.layer for family in FAMILIES.values())
-        raise ValueError(f"model must contain layers that can be swapped ({known}), got {type(model).__name__} without any")
     return report
+
+
+def _places(layers: dict[str, nn.Module], policy: Policy | Plan, segments: Segments) -> dict[str, tuple[Policy, Link | None]]:
+    """What each layer that is swapped keeps, and where it stands in its segments."""
+    policies: Sequence[Policy]
+    cut: Segments
+    if isinstance(policy, Plan):
+        if segments is not None:
+            raise ValueError(f"segments must be None where a plan has them, got {segments!r}")
+        if len(policy.blocks) != len(layers):
+            raise ValueError(f"policy must be a plan for the {len(layers)} layers that are swapped, got one for {len(policy.blocks)}")
+        policies, cut = policy.policies, policy.segments if any(length > 1 for length in policy.segments) else None
+    else:
+        policies, cut = [policy] * len(layers), segments
+        if cut is not None and policy.save != "input":
+            raise ValueError(f"policy must keep a layer's input alone in segments, got save={policy.save!r}")
+    if cut is not None and any(isinstance(layer, TransformerBlock) for layer in layers.values()):
+        raise ValueError("segments must be None for a model of TransformerBlocks: they are checkpoint_sequential's to run")
+    return dict(zip(layers, zip(policies, links(len(layers), cut), strict=True), strict=True))
 
 
 def unswap(model: nn.Module) -> None:
