@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from . import rng
-from .integrations import SwapReport, swap, unswap
+from .integrations import Segments, SwapReport, swap, unswap
 from .memory import activation_peak, saved_bytes
 from .spec import BackendName, Policy
 from .truth import Float64Throughout
@@ -86,7 +86,7 @@ class Verification:
 
 def verify(
     model: nn.Module, batch: Any, policy: Policy | None = None, *, loss: Loss | None = None, backend: BackendName = "auto",
-    fallback: Literal["checkpoint", "none"] = "checkpoint", truth: Literal["float64", "float32", "original"] = "float64",
+    segments: Segments = None, fallback: Literal["checkpoint", "none"] = "checkpoint", truth: Literal["float64", "float32", "original"] = "float64",
     memory: bool = True, progress: Callable[[str], None] = lambda phase: None,
 ) -> Verification:  # fmt: skip
     """Runs a step of `model` on `batch` as it is and swapped with `policy`, and compares. The model is left as it was.
@@ -96,6 +96,7 @@ def verify(
         loss: of the output, a scalar; by default the output's own loss, or a weighted mean of its elements where it has none.
         truth: what a copy of the model is run in to measure errors against; "original" makes no copy and takes the model as it is, whose
             errors then count as none.
+        segments, backend, fallback: as `swap` takes them.
         memory: whether to measure the saved bytes and the peak, too, which runs each step once more.
 
     Raises ValueError where nothing can be differentiated, and what `swap` raises.
@@ -104,15 +105,17 @@ def verify(
     policy, loss = policy or Policy(), loss or default_loss
     start = rng.capture()
 
-    def swapped(policy: Policy, fallback: Literal["checkpoint", "none"]) -> tuple[SwapReport, Step]:
-        return swap(model, policy=policy, backend=backend, fallback=fallback), run(model, batch, loss, start)
+    def swapped(policy: Policy, segments: Segments, fallback: Literal["checkpoint", "none"]) -> tuple[SwapReport, Step]:
+        report = swap(model, policy=policy, segments=segments, backend=backend, fallback=fallback)
+        return report, run(model, batch, loss, start)
 
     with _as_it_was(model):
         random = model.training and is_random(model, batch, start)
         replayed = None
         if random and policy.save != "all":
             progress("replay of dropout")
-            (_, kept), (_, made_again) = swapped(replace(policy, save="all", offload=False), "none"), swapped(policy, fallback)
+            _, kept = swapped(replace(policy, save="all", offload=False), None, "none")
+            _, made_again = swapped(policy, segments, fallback)
             replayed = kept, made_again
             unswap(model)
         model.train(model.training and not random)
@@ -124,7 +127,7 @@ def verify(
         exact = original if truth == "original" else _truth(model, batch, loss, start, getattr(torch, truth))
         original_memory = _memory(model, batch, loss, start) if memory else None
         progress("swapped")
-        report, ours = swapped(policy, fallback)
+        report, ours = swapped(policy, segments, fallback)
         our_memory = _memory(model, batch, loss, start) if memory else None
     entries = sorted(_entries(ours, original, exact, tokens(batch)), key=lambda entry: -entry.share)
     verdicts = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from .fit_cli import Progress, command_line, make, refuse
 from .spec import BackendName, Policy, Save
@@ -27,6 +27,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", default="input", choices=get_args(Save), help="what swapped blocks keep")
     parser.add_argument("--slices", default="auto", help="of a block's backward: a number or auto")
     parser.add_argument("--offload", action="store_true", help="inputs wait in the host's memory")
+    parser.add_argument("--segments", help="in which only the first layer keeps its input: a number or auto; none if not given")
     parser.add_argument("--backend", default="auto", choices=get_args(BackendName), help="what swapped blocks run on")
     parser.add_argument("--fallback", default="checkpoint", choices=("checkpoint", "none"), help="how layers run that are refused")
     parser.add_argument("--truth", default="float64", choices=("float64", "float32", "original"), help="what errors are measured against")
@@ -50,9 +51,8 @@ def run_verify(arguments: argparse.Namespace, console: Console, progress: Progre
     from .verify_report import as_json, as_table, write
 
     try:
-        policy = Policy(
-            arguments.save, slices=arguments.slices if arguments.slices == "auto" else int(arguments.slices), offload=arguments.offload
-        )
+        policy = Policy(arguments.save, slices=_number(arguments.slices), offload=arguments.offload)
+        segments = None if arguments.segments is None else _number(arguments.segments)
         make(arguments.out)
         model, batch = load(
             arguments.model, batch=arguments.batch, length=arguments.length, layers=arguments.layers,
@@ -62,7 +62,7 @@ def run_verify(arguments: argparse.Namespace, console: Console, progress: Progre
         with progress(PHASES) as tell:
             found = verify(
                 model.to(arguments.device), batch, policy, backend=arguments.backend, fallback=arguments.fallback, truth=arguments.truth,
-                progress=tell,
+                segments=segments, progress=tell,
             )  # fmt: skip
     except (ValueError, NotImplementedError, OSError, RuntimeError) as error:
         return refuse("verify", error)
@@ -71,3 +71,7 @@ def run_verify(arguments: argparse.Namespace, console: Console, progress: Progre
     if arguments.out is not None:
         write(found, command, arguments.out)
     return 0 if found.ok else 1
+
+
+def _number(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else int(text)

@@ -64,6 +64,12 @@ def test_other_truths(truth):
     assert all(entry.original_error == 0 for entry in found.tensors)
 
 
+@pytest.mark.parametrize("segments", [1, "auto", (1, 1)])
+def test_segments_pass(segments):
+    found = verify(*model_and_batch("gpt2"), segments=segments)
+    assert found.ok, str(found)
+
+
 def test_float64_is_held_to_its_own_rounding():
     found = verify(*model_and_batch("llama", torch.float64), memory=False)
     assert found.ok, str(found)
@@ -246,7 +252,7 @@ def run(*arguments):
 
 
 def test_the_command_prints_a_table(capsys):
-    assert run("tiny-llama") == 0
+    assert run("tiny-llama", "--segments", "1") == 0
     shown = capsys.readouterr().out
     assert "layers are swapped" in shown and "model.layers.0.mlp.gate_proj.weight" in shown and "WRONG" not in shown
 
