@@ -86,7 +86,8 @@ class Verification:
 
 def verify(
     model: nn.Module, batch: Any, policy: Policy | None = None, *, loss: Loss | None = None, backend: BackendName = "auto",
-    segments: Segments = None, fallback: Literal["checkpoint", "none"] = "checkpoint", truth: Literal["float64", "float32", "original"] = "float64",
+    segments: Segments = None, fallback: Literal["checkpoint", "none"] = "checkpoint",
+    truth: Literal["float64", "float32", "original"] = "float64",
     memory: bool = True, progress: Callable[[str], None] = lambda phase: None,
 ) -> Verification:  # fmt: skip
     """Runs a step of `model` on `batch` as it is and swapped with `policy`, and compares. The model is left as it was.
