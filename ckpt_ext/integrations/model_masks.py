@@ -53,6 +53,10 @@ def read(
     shapes = ((batch, 1), (length, 1), (length,))
     if mask.dim() != 4 or any(mask.size(axis) not in sizes for axis, sizes in zip((0, 2, 3), shapes, strict=True)):
         raise NotImplementedError(f"attention_mask must have shape [{batch}, H, {length}, {length}], got {list(mask.shape)}")
+    if torch.compiler.is_compiling():  # a graph waits for nothing: the mask is taken whole
+        if mask.dtype != torch.bool:
+            raise NotImplementedError(f"attention_mask must be bool in a compiled model, where its numbers are not seen, got {mask.dtype}")
+        return Reading(False, None, AttentionMask(dense=mask))
     key = (causal, window, length, mask._version)
     readings = _READ.setdefault(mask, {})
     if key not in readings:
