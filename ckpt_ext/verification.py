@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ from .integrations import Segments, SwapReport, swap, unswap
 from .memory import activation_peak, saved_bytes
 from .spec import BackendName, Policy
 from .truth import Float64Throughout
-from .validate import one_of
+from .validate import is_floating, one_of
+from .validate import widened as widened_dtype
 from .verdicts import Verdict, hold
 from .verify_run import Loss, Step, call, default_loss, is_random, run, tokens, undisturbed, widened
 
@@ -130,7 +131,9 @@ def verify(
         progress("swapped")
         report, ours = swapped(policy, segments, fallback)
         our_memory = _memory(model, batch, loss, start) if memory else None
-    entries = sorted(_entries(ours, original, exact, tokens(batch)), key=lambda entry: -entry.share)
+    coarsest = max((torch.finfo(p.dtype).eps for p in model.parameters() if is_floating(p)), default=0.0)
+    rounding = _Rounding(coarsest, tokens(batch))
+    entries = sorted(_entries(ours, original, exact, rounding), key=lambda entry: -entry.share)
     verdicts = [
         _swapped(report), *_within(entries), *_same(ours, original), _replayed(replayed, random, policy),
         *_saves(our_memory, original_memory),
@@ -178,15 +181,27 @@ def _memory(model: nn.Module, batch: Any, loss: Loss, start: rng.RngState) -> Me
         return Memory(saved, activation_peak(lambda: loss(call(model, batch)).backward(), model, given))
 
 
-def _entries(ours: Step, original: Step, exact: Step, rows: int) -> Iterator[Entry]:
+class _Rounding(NamedTuple):
+    """What an error may be where the original happens to have none, relative to a tensor's scale."""
+
+    eps: float
+    """Of the coarsest dtype that the model's parameters have: its activations may have it, too."""
+    rows: int
+    """That are summed, in float32 or wider."""
+
+    def of(self, dtype: torch.dtype) -> float:
+        return max(self.eps, torch.finfo(dtype).eps) + self.rows**0.5 * torch.finfo(widened_dtype(dtype)).eps
+
+
+def _entries(ours: Step, original: Step, exact: Step, rounding: _Rounding) -> Iterator[Entry]:
     """Errors of outputs, loss and gradients."""
     scales = _scales(exact.gradients)
     for name in exact.outputs.keys() & original.outputs.keys():
         title = name if name == "output" else f"output{name}"
-        yield _entry(title, ours.outputs.get(name), original.outputs[name], exact.outputs[name], rows)
-    yield _entry("loss", ours.loss, original.loss, exact.loss, rows)
+        yield _entry(title, ours.outputs.get(name), original.outputs[name], exact.outputs[name], rounding)
+    yield _entry("loss", ours.loss, original.loss, exact.loss, rounding)
     for name, gradient in exact.gradients.items():
-        yield _entry(name, ours.gradients[name], original.gradients[name], gradient, rows, scales.get(name))
+        yield _entry(name, ours.gradients[name], original.gradients[name], gradient, rounding, scales.get(name))
 
 
 def _scales(gradients: dict[str, Tensor | None]) -> dict[str, float]:
@@ -199,17 +214,18 @@ def _scales(gradients: dict[str, Tensor | None]) -> dict[str, float]:
     return {name: largest.get(name.rpartition(".")[0], 0.0) for name in gradients}
 
 
-def _entry(name: str, ours: Tensor | None, original: Tensor | None, exact: Tensor | None, rows: int, scale: float | None = None) -> Entry:
+def _entry(
+    name: str, ours: Tensor | None, original: Tensor | None, exact: Tensor | None, rounding: _Rounding, scale: float | None = None
+) -> Entry:
     if exact is None or ours is None or original is None:
         missing = (ours is None) != (original is None)
         return Entry(name, float("inf") if missing else 0.0, 0.0, 1.0, float("nan"))
     truth, a, b = (t.detach().double().flatten() for t in (exact, ours, original))
     scale = scale or (truth.abs().max().item() if truth.numel() else 0.0) or 1.0
     error, original_error = (((t - truth).abs().max().item() if t.numel() else 0.0) / scale for t in (a, b))
-    rounding = torch.finfo(ours.dtype).eps * rows**0.5
     norm = (a.norm() * truth.norm()).item()
     cosine = (a @ truth).item() / norm if norm else float("nan")
-    return Entry(name, error if error == error else float("inf"), original_error, FACTOR * original_error + rounding, cosine)
+    return Entry(name, error if error == error else float("inf"), original_error, FACTOR * original_error + rounding.of(ours.dtype), cosine)
 
 
 def _swapped(report: SwapReport) -> Verdict:

@@ -293,3 +293,10 @@ def test_a_users_function(monkeypatch, tmp_path):
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert run("users_model:make") == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_held_to_its_own_rounding(dtype):
+    found = verify(*model_and_batch("llama", dtype, length=8), memory=False)
+    assert found.ok, str(found)
+    assert max(entry.allowed for entry in found.tensors) < 100 * torch.finfo(dtype).eps
