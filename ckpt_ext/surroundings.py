@@ -87,7 +87,7 @@ class ModuleState:
         written = [slot for slot, old, new in zip(self._parameters, self._before, after, strict=False) if old != new]
         values = [*entries, *((slot, slot[2]) for slot in written)]
         with torch.no_grad():  # by identity: one that is registered twice stays one
-            stand_ins = {id(slot[2]): tensor.clone().requires_grad_(tensor.requires_grad) for slot, tensor in values}
+            stand_ins = {id(slot[2]): _copy(slot[2], tensor) for slot, tensor in values}
         present = [(place, name, place.get(name)) for place, name, _ in (*self._buffers, *written)]
         try:
             for place, name, tensor in (*self._buffers, *written):
@@ -137,6 +137,14 @@ def _slots(modules: Sequence[nn.Module]) -> tuple[list[_Slot], list[_Slot]]:
         if module._modules:
             stack.extend(module._modules.values())
     return parameters, buffers
+
+
+def _copy(place: Tensor, values: Tensor) -> Tensor:
+    """A copy of `values` to stand at `place`: a parameter where that is one, for modules tell parameters from buffers by their class."""
+    copied = values.clone().requires_grad_(values.requires_grad)
+    if isinstance(place, nn.Parameter) and not isinstance(copied, nn.Parameter):
+        return nn.Parameter(copied, values.requires_grad)
+    return copied
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

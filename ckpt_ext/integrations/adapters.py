@@ -24,6 +24,7 @@ def active(name: str, module: Any) -> tuple[Adapter, ...]:
     Raises NotImplementedError for variants (DoRA, aLoRA, ...), whose arithmetic is another.
     """
     parts.untouched(name, module)
+    parts.own_forward(name, type(module))
     if module.disable_adapters:
         if module.merged:
             module.unmerge()  # as its forward does

@@ -87,7 +87,8 @@ class Family:
             raise NotImplementedError(f"{path} must be there, as in {self.layer}, got none") from error
 
     def check(self, layer: nn.Module) -> None:
-        """Refuse a layer some child of which does more or other than the table says."""
+        """Refuse a layer some child of which, or some function that it calls, does more or other than the table says."""
+        parts.own_functions(f"transformers.models.{self.module}", self.child(layer, self.attention).config._attn_implementation)
         for path, name in self.containers:
             parts.plain(path, self.child(layer, path), f"transformers.models.{self.module}.{name}")
         for path in self.absent:

@@ -97,6 +97,8 @@ def _run(layer: nn.Module, original: type[nn.Module], args: Sequence[Any], kwarg
     if state.refused is not None or family is None:
         return _fall_back(layer, original, state, args, kwargs)
     try:
+        parts.own_forward("the layer", original)
+        parts.no_hooks_on_all_modules()
         attention = family.child(layer, family.attention)
         implementation = attention.config._attn_implementation
         call = arguments.bind(original.forward, args, kwargs, table=family.table, flash=implementation in model_masks.FLASH)

@@ -37,8 +37,9 @@ def read(
 ) -> Reading:
     """What `mask` means to attention `implementation` of a layer that expects to be causal and to have a window.
 
-    `mask` is None, bool `[B or 1, H or 1, T, T]` (true: seen), floats of that shape (0: seen; the dtype's least number or -inf: not), or
-    for flash attention bool `[B, T]` (false: padding). To that, `positions`, integers `[B or 1, T]`, tell where documents start.
+    `mask` is None, bool `[B or 1, H or 1, T, T]` (true: seen; not for eager attention, which adds masks), floats of that shape (0: seen;
+    the dtype's least number or -inf: not), or for flash attention bool `[B, T]` (false: padding). To that, `positions`, integers
+    `[B or 1, T]`, tell where documents start.
 
     Raises NotImplementedError for anything else, a mask of other numbers among it.
     """
@@ -53,6 +54,8 @@ def read(
     shapes = ((batch, 1), (length, 1), (length,))
     if mask.dim() != 4 or any(mask.size(axis) not in sizes for axis, sizes in zip((0, 2, 3), shapes, strict=True)):
         raise NotImplementedError(f"attention_mask must have shape [{batch}, H, {length}, {length}], got {list(mask.shape)}")
+    if implementation == "eager" and not mask.is_floating_point():
+        raise NotImplementedError(f"attention_mask must be floating-point numbers for eager attention, which adds it, got {mask.dtype}")
     if torch.compiler.is_compiling():  # a graph waits for nothing: the mask is taken whole
         if mask.dtype != torch.bool:
             raise NotImplementedError(f"attention_mask must be bool in a compiled model, where its numbers are not seen, got {mask.dtype}")

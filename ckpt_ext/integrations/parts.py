@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..spec import GATED_ACTIVATIONS
@@ -45,8 +48,10 @@ def class_path(kind: type) -> str:
 def plain(name: str, module: Any, kind: str) -> None:
     """Refuse, with NotImplementedError, a module that is not exactly of the class `kind`, or has hooks or a forward of its own."""
     if class_path(type(module)) != kind:
-        raise NotImplementedError(f"{name} must be exactly {kind.rpartition('.')[2]}, got {type(module).__name__}")
+        expected, found = kind.rpartition(".")[2], type(module).__name__
+        raise NotImplementedError(f"{name} must be exactly {expected}, got {class_path(type(module)) if found == expected else found}")
     untouched(name, module)
+    own_forward(name, type(module))
 
 
 def untouched(name: str, module: nn.Module) -> None:
@@ -59,6 +64,43 @@ def untouched(name: str, module: nn.Module) -> None:
                 raise NotImplementedError(f"{name} must have no hooks, got {hooks.strip('_')}, which would be skipped")
     if "forward" in module.__dict__:
         raise NotImplementedError(f"{name} must keep its class's forward, got one of its own, which would be skipped")
+
+
+def own_forward(name: str, kind: type) -> None:
+    """Refuse a class whose forward is defined in another module than the class that has it: somebody's patch."""
+    if torch.compiler.is_compiling():  # the compiler follows what children call, not what their classes' functions are
+        return
+    owner = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
+    place = getattr(vars(owner).get("forward"), "__module__", owner.__module__)
+    if place != owner.__module__:
+        raise NotImplementedError(f"{name} must have the forward of {kind.__name__}, got a patched one of {place}, which would be skipped")
+
+
+def own_functions(module: str, implementation: str) -> None:
+    """Refuse what is patched of the functions that the layers defined in `module` call: rotary embedding and attention.
+
+    Attention is looked up by the name of its implementation, under which sequence parallelism, for one, puts its own.
+    """
+    if torch.compiler.is_compiling():
+        return
+    names = ("apply_rotary_pos_emb", "eager_attention_forward") if implementation == "eager" else ("apply_rotary_pos_emb",)
+    called = {name: (vars(sys.modules[module]).get(name), module) for name in names}
+    if implementation != "eager":
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        called[implementation] = (ALL_ATTENTION_FUNCTIONS.get(implementation), "transformers.integrations")
+    for name, (function, place) in called.items():
+        # Of other kinds than functions are the library's own wrappers, for kernels from its hub.
+        if isinstance(function, FunctionType) and not f"{function.__module__}.".startswith(f"{place}."):
+            raise NotImplementedError(f"{name} must be the library's, got a patched one of {function.__module__}, which would be skipped")
+
+
+def no_hooks_on_all_modules() -> None:
+    """Refuse hooks that are registered for all modules at once, which a layer's children are among. Those of torch itself only watch."""
+    for hooks in _HOOKS:
+        for hook in getattr(torch.nn.modules.module, f"_global{hooks}").values():
+            if not (_owner(hook) or "").startswith("torch."):
+                raise NotImplementedError(f"no hooks must be on all modules, got {hooks.strip('_')}, which would be skipped in children")
 
 
 def has_hooks_of_one_call(module: nn.Module) -> bool:
@@ -109,6 +151,7 @@ def activation(name: str, module: Any) -> str:
         known = sorted({value for value in _ACTIVATIONS.values() if isinstance(value, str)})
         raise NotImplementedError(f"{name} must be one of {', '.join(known)}, got {type(module).__name__}")
     untouched(name, module)
+    own_forward(name, type(module))
     return found if isinstance(found, str) else found(module)
 
 

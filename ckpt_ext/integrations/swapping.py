@@ -13,6 +13,7 @@ from ..modules import EagerBlock, TransformerBlock
 from ..plan import Plan
 from ..spec import BackendName, Policy
 from ..validate import instance, one_of
+from . import parts
 from .chain import Link, Segments, links
 from .layer import FAMILIES, STATE, Fallback, State, family_of, original_class, swapped_class
 from .report import SwapReport
@@ -128,6 +129,7 @@ def _refusal(layer: nn.Module) -> str | None:
     if _has_own_forward(layer):
         return "it has a forward of its own, which would be skipped"
     try:
+        parts.own_forward("the layer", original_class(layer))
         family.check(layer)
         family.weights(layer, family.spec(layer, *family.position(layer)))
     except NotImplementedError as error:
