@@ -25,7 +25,7 @@ LAYERS = [
     {"functional"},
     {"adopt", "modules"},
     {"shapes", "budget", "costs", "stock", "records", "cost_chain", "fronts", "plan"},
-    {"sequential", "testing"},
+    {"sequential", "testing", "ranks"},
     {"integrations"},
     {"text", "training", "machine", "doctor", "verdicts", "truth", "compare_config", "compare", "compare_report"},
     {"verify_run", "verification", "verify_report", "verify_models"},
