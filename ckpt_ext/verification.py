@@ -3,7 +3,7 @@
 The errors of the model as it is and of the swapped model are both measured against a run in float64 (`ckpt_ext.truth`), and the swapped
 model's may be at most twice the other's, plus the rounding of a sum over the tokens. Dropout's masks cannot agree with PyTorch's: a model
 that draws random numbers is compared in eval mode, where it does not; and in training mode the swapped model is compared, bit for bit, with
-itself keeping everything, which replays nothing. `ckpt_ext.verify_report` renders what `verify` returns.
+itself keeping everything, which replays nothing; and the same layers must draw. `ckpt_ext.verify_report` renders what `verify` returns.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .integrations import Segments, SwapReport, swap, unswap
 from .memory import activation_peak, saved_bytes
 from .spec import BackendName, Policy
 from .truth import Float64Throughout
-from .validate import is_floating, one_of
+from .validate import instance, is_floating, one_of
 from .validate import widened as widened_dtype
 from .verdicts import Verdict, hold
-from .verify_run import Loss, Step, call, default_loss, is_random, run, tokens, undisturbed, widened
+from .verify_run import Loss, Step, call, default_loss, drawing, is_random, run, tokens, undisturbed, widened
 
 FACTOR = 2
 """Errors may be this many times those of the model as it is."""
@@ -103,6 +103,7 @@ def verify(
 
     Raises ValueError where nothing can be differentiated, and what `swap` raises.
     """
+    instance("model", model, nn.Module)
     one_of("truth", truth, ("float64", "float32", "original"))
     policy, loss = policy or Policy(), loss or default_loss
     start = rng.capture()
@@ -114,6 +115,12 @@ def verify(
     with _as_it_was(model):
         random = model.training and is_random(model, batch, start)
         replayed = None
+        silent: list[str] | None = None
+        if random:
+            names = swap(model, policy=policy, segments=segments, backend=backend, fallback=fallback).swapped
+            ours_draw = drawing(model, names, batch, start)
+            unswap(model)
+            silent = sorted(set(drawing(model, names, batch, start)) ^ set(ours_draw))
         if random and policy.save != "all":
             progress("replay of dropout")
             _, kept = swapped(replace(policy, save="all", offload=False), None, "none")
@@ -136,7 +143,7 @@ def verify(
     entries = sorted(_entries(ours, original, exact, rounding), key=lambda entry: -entry.share)
     verdicts = [
         _swapped(report), *_within(entries), *_same(ours, original), _replayed(replayed, random, policy),
-        *_saves(our_memory, original_memory),
+        _drawn(silent, len(report.swapped)), *_saves(our_memory, original_memory),
     ]  # fmt: skip
     return Verification(policy, report, entries, verdicts, original_memory, our_memory)
 
@@ -276,6 +283,13 @@ def _replayed(steps: tuple[Step, Step] | None, random: bool, policy: Policy) -> 
     if not all(torch.equal(a, b) for a, b in zip(kept.generators, replayed.generators, strict=True)):
         wrong.insert(0, "random generators")
     return Verdict(claim, not wrong, _names(wrong, len(kept.gradients)), required=True)
+
+
+def _drawn(wrong: list[str] | None, total: int) -> Verdict:
+    claim = "in training, the same layers draw random numbers"
+    if wrong is None:
+        return Verdict(claim, None, "the model draws no random numbers", required=True)
+    return Verdict(claim, not wrong, _names(wrong, total), required=True)
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:

@@ -46,13 +46,18 @@ def run_verify(arguments: argparse.Namespace, console: Console, progress: Progre
     import torch
     from torch.utils._pytree import tree_map
 
+    from .validate import positive_int
     from .verification import verify
     from .verify_models import load
     from .verify_report import as_json, as_table, write
 
     try:
-        policy = Policy(arguments.save, slices=_number(arguments.slices), offload=arguments.offload)
-        segments = None if arguments.segments is None else _number(arguments.segments)
+        policy = Policy(arguments.save, slices=_number("slices", arguments.slices), offload=arguments.offload)
+        segments = None if arguments.segments is None else _number("segments", arguments.segments)
+        positive_int("batch", arguments.batch)
+        positive_int("length", arguments.length)
+        if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(f"device must be there, got {arguments.device} and a PyTorch without a GPU that it can use")
         make(arguments.out)
         model, batch = load(
             arguments.model, batch=arguments.batch, length=arguments.length, layers=arguments.layers,
@@ -73,5 +78,7 @@ def run_verify(arguments: argparse.Namespace, console: Console, progress: Progre
     return 0 if found.ok else 1
 
 
-def _number(text: str) -> int | Literal["auto"]:
+def _number(name: str, text: str) -> int | Literal["auto"]:
+    if text != "auto" and not text.isdecimal():
+        raise ValueError(f"{name} must be a number or auto, got {text}")
     return "auto" if text == "auto" else int(text)

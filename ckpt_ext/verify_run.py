@@ -61,6 +61,27 @@ def is_random(model: nn.Module, batch: Any, start: rng.RngState) -> bool:
         return any(not torch.equal(a, b) for (_, a), (_, b) in zip(before.generators, after.generators, strict=True))
 
 
+def drawing(model: nn.Module, names: Sequence[str], batch: Any, start: rng.RngState) -> list[str]:
+    """Those of the modules `names` that draw random numbers in a forward pass with gradients on."""
+    before: dict[str, rng.RngState] = {}
+    found: list[str] = []
+
+    def note(name: str) -> None:
+        states = zip(before[name].generators, rng.capture().generators, strict=True)
+        if name not in found and any(not torch.equal(a, b) for (_, a), (_, b) in states):
+            found.append(name)
+
+    with ExitStack() as stack:
+        for name in names:
+            module = model.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(lambda *_, name=name: before.update({name: rng.capture()})).remove)
+            stack.callback(module.register_forward_hook(lambda *_, name=name: note(name)).remove)
+        stack.enter_context(undisturbed(model))
+        stack.enter_context(start.replay())
+        call(model, batch)
+    return found
+
+
 def call(model: nn.Module, batch: Any) -> Any:
     """The model's output; a mapping gives keyword arguments, a tuple or list positional ones, anything else is the only argument."""
     if isinstance(batch, Mapping):

@@ -2,13 +2,14 @@
 
 import copy
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import ckpt_ext
-from ckpt_ext import functional
+from ckpt_ext import cli, functional
 
 transformers = pytest.importorskip("transformers")
 
@@ -176,3 +177,31 @@ def test_two_classes_of_one_name_are_told_apart():
     other = type("Linear", (nn.Linear,), {"__module__": "elsewhere"})
     model.model.layers[0].mlp.up_proj = other(32, 48, bias=False).double()
     assert "got elsewhere.Linear" in str(ckpt_ext.swap(model))
+
+
+def test_dropout_that_is_lost_is_found(monkeypatch):
+    """Eval mode has none, and a run that drops nothing replays itself bit for bit."""
+    config = copy.deepcopy(CONFIG)
+    config.attention_dropout = 0.2
+    model = transformers.LlamaForCausalLM(config).train()
+    batch = {"input_ids": torch.arange(3, 12)[None]}
+    assert ckpt_ext.verify(model, batch, memory=False).ok
+    block = functional.block
+    monkeypatch.setattr(functional, "block", lambda x, w, spec, **options: block(x, w, replace(spec, attn_dropout=0.0), **options))
+    assert [v.claim for v in ckpt_ext.verify(model, batch, memory=False).verdicts if v.ok is False] == [
+        "in training, the same layers draw random numbers"
+    ]
+
+
+@pytest.mark.parametrize("option, message", [
+    (("--slices", "x"), "slices must be a number or auto, got x"), (("--length", "0"), "length must be a positive int, got 0"),
+    (("--batch", "0"), "batch must be a positive int, got 0"),
+])  # fmt: skip
+def test_options_of_the_command_are_checked_by_name(option, message, capsys):
+    assert cli.main(["verify", "tiny-llama", *option]) == 2
+    assert message in " ".join("".join(capsys.readouterr()).split())
+
+
+def test_what_is_no_model_is_refused_by_name():
+    with pytest.raises(ValueError, match="model must be a Module, got 'x'"):
+        ckpt_ext.verify("x", {})
