@@ -157,6 +157,39 @@ def test_a_bool_mask_is_no_mask_to_eager_attention(blocks):
     assert not blocks
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_learned_bias_of_scores_gets_its_gradient(implementation, blocks):
+    """One that starts at zero holds what a mask holds, at first: read as one it would never learn."""
+    hidden = ~torch.ones(9, 9, dtype=torch.bool).tril()
+    bias = torch.zeros(2, 1, 9, 9, dtype=torch.float64).masked_fill(hidden, torch.finfo(torch.float64).min).requires_grad_()
+    model = make(implementation)
+    expected = step(model, attention_mask=bias)
+    gradient, bias.grad = bias.grad, None
+    ckpt_ext.swap(model)
+    with pytest.warns(UserWarning, match="attention_mask must not require grad"):
+        assert_identical(step(model, attention_mask=bias), expected)
+    assert torch.equal(bias.grad, gradient) and gradient.any() and not blocks
+
+
+def test_learned_frequencies_get_their_gradient(blocks):
+    class Learned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frequencies = nn.Parameter(torch.tensor([1.0, 0.5, 0.2, 0.1], dtype=torch.float64))
+
+        def forward(self, x, position_ids):
+            angles = (position_ids[..., None] * self.frequencies).repeat(1, 1, 2)
+            return angles.cos(), angles.sin()
+
+    model = make()
+    model.model.rotary_emb = Learned()
+    expected = step(model)
+    ckpt_ext.swap(model)
+    with pytest.warns(UserWarning, match="position_embeddings must not require grad"):
+        assert_identical(step(model), expected)
+    assert model.model.rotary_emb.frequencies.grad.any() and not blocks
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft, about the other library
 def test_parametrisations_for_the_time_of_a_call_are_replayed():
     """PEFT's adapters of parameters parametrise the base in each call, which writes to it: its stand-in must be a parameter, too."""

@@ -128,6 +128,8 @@ def _block(layer: nn.Module, family: Family, state: State, call: arguments.Argum
     if family.rotates(layer):
         if not isinstance(call.table, tuple) or len(call.table) != 2:
             raise NotImplementedError(f"{family.table} must be a pair of cosines and sines, got {type(call.table).__name__}")
+        if any(part.requires_grad for part in call.table):
+            raise NotImplementedError(f"{family.table} must not require grad, got one that does: blocks have no gradient of it")
         half = call.table[0].size(-1) // 2
         table = call.table[0][..., :half], call.table[1][..., :half]
     reading = model_masks.read(

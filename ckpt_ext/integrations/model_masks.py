@@ -54,6 +54,8 @@ def read(
     shapes = ((batch, 1), (length, 1), (length,))
     if mask.dim() != 4 or any(mask.size(axis) not in sizes for axis, sizes in zip((0, 2, 3), shapes, strict=True)):
         raise NotImplementedError(f"attention_mask must have shape [{batch}, H, {length}, {length}], got {list(mask.shape)}")
+    if mask.requires_grad:
+        raise NotImplementedError("attention_mask must not require grad, got one that does: blocks have no gradient of it")
     if implementation == "eager" and not mask.is_floating_point():
         raise NotImplementedError(f"attention_mask must be floating-point numbers for eager attention, which adds it, got {mask.dtype}")
     if torch.compiler.is_compiling():  # a graph waits for nothing: the mask is taken whole
