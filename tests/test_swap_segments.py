@@ -142,7 +142,7 @@ def test_a_plan_sets_both():
 
 def test_what_does_not_fit_is_refused():
     model, _ = model_and_batch()
-    for segments in ((2, 2), "all", 0):
+    for segments in ((2, 2), "all", 0, 2.0):
         with pytest.raises(ValueError, match="segments"):
             ckpt_ext.swap(model, segments=segments)
     with pytest.raises(ValueError, match="plan for the 5 layers"):

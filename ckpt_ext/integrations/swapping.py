@@ -23,7 +23,7 @@ SUPPORTED = ((5, 17), (5, 24))
 
 
 def swap(
-    model: nn.Module, *, policy: Policy | Plan | None = None, segments: Segments = None, backend: BackendName = "auto",
+    model: nn.Module, policy: Policy | Plan | None = None, *, segments: Segments = None, backend: BackendName = "auto",
     fallback: Fallback = "checkpoint",
 ) -> SwapReport:  # fmt: skip
     """Make the layers of `model` run as blocks that keep what `policy` says, wherever gradients are on; the model is changed in place.

@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 from transformers import TrainerCallback
 
+from ..plan import Plan
 from ..spec import BackendName, Policy
+from .chain import Segments
 from .report import SwapReport
 from .swapping import swap
 
@@ -21,9 +23,10 @@ class SwapCallback(TrainerCallback):
     """
 
     def __init__(
-        self, policy: Policy | None = None, *, backend: BackendName = "auto", fallback: Literal["checkpoint", "none"] = "checkpoint"
-    ) -> None:
-        self.policy, self.backend, self.fallback = policy, backend, fallback
+        self, policy: Policy | Plan | None = None, *, segments: Segments = None, backend: BackendName = "auto",
+        fallback: Literal["checkpoint", "none"] = "checkpoint",
+    ) -> None:  # fmt: skip
+        self.policy, self.segments, self.backend, self.fallback = policy, segments, backend, fallback
         self.report: SwapReport | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -35,4 +38,4 @@ class SwapCallback(TrainerCallback):
 
     def _swap(self, model: Any) -> None:
         if model is not None:
-            self.report = swap(model, policy=self.policy, backend=self.backend, fallback=self.fallback)
+            self.report = swap(model, self.policy, segments=self.segments, backend=self.backend, fallback=self.fallback)
