@@ -47,12 +47,14 @@ def links(count: int, segments: Segments) -> list[Link | None]:
     """The places of `count` layers; Nones where there are no segments. Raises ValueError for lengths that do not sum to `count`."""
     if segments is None:
         return [None] * count
-    if segments == "auto":
+    if isinstance(segments, str):
+        if segments != "auto":
+            raise ValueError(f"segments must be None, a number, lengths or 'auto', got {segments!r}")
         return [Link(index, count, "auto") for index in range(count)]
     if isinstance(segments, int):
         positive_int("segments", segments)
         return [Link(index, count, segments) for index in range(count)]
-    if isinstance(segments, str) or not isinstance(segments, Sequence):
+    if not hasattr(segments, "__len__"):
         raise ValueError(f"segments must be None, a number, lengths or 'auto', got {segments!r}")
     check_lengths(segments, count)
     return [Link(index, count, tuple(segments)) for index in range(count)]
