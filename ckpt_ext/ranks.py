@@ -1,4 +1,7 @@
-"""Functions run on several processes joined by gloo, for tests of distributed training. One spawn, a few seconds, runs many of them."""
+"""For tests of distributed training: functions run on several processes joined by gloo, and a count of the collectives of a step.
+
+One spawn, a few seconds, runs many functions.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,33 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _PATIENCE = timedelta(seconds=30)
 """How long a rank waits for another in one collective."""
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the operators that reach other ranks while it is on, by name: `counts["_allgather_base_"]`.
+
+    FSDP2's are seen, and those of DTensors; DDP's reducer calls its own from C++, which no mode sees.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            self.counts[func._schema.name.partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def run_on_ranks(cases: Sequence[Callable[[int], None]], *, world: int = 2, limit: float = 300.0) -> dict[str, str]:
