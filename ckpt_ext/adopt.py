@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from . import dtensors
 from .projections import Dense
 from .spec import BlockSpec
 from .validate import is_floating
@@ -14,8 +15,10 @@ def dense(name: str, module: nn.Module) -> Dense:
     """The projection that `module`, an `nn.Linear` and nothing more, is.
 
     Raises NotImplementedError where its forward may do more than multiply: a subclass (adapters, quantised and parametrised linears), a
-    hook, a weight that is no plain floating-point tensor (sharded, quantised).
+    hook, a weight that is no plain floating-point tensor (sharded, quantised). Of one that is tensor parallel this rank's share.
     """
+    if isinstance(module, nn.Linear) and dtensors.is_distributed(module):
+        return dtensors.linear(name, module, (module.out_features, module.in_features))
     plain(name, module, nn.Linear)
     assert isinstance(module, nn.Linear)
     return Dense(*_parameters(name, module, (module.out_features, module.in_features)))

@@ -63,9 +63,9 @@ def rebuild(
     return internals | {"q": q, "k": k, "v": v, "out": out, "lse": lse}
 
 
-def project(weights: BlockWeights, internals: Mapping[str, Tensor]) -> Tensor:
+def project(call: BlockCall, weights: BlockWeights, internals: Mapping[str, Tensor]) -> Tensor:
     """The branch, rows `[N, dim]`."""
-    return weights.out(_rows(internals["out"]))
+    return call.total(weights.out(_rows(internals["out"])))
 
 
 def backward(
@@ -78,7 +78,7 @@ def backward(
     branch and the stream make where they join, and "grad_stream" of x on all other paths, where that is not what the join itself gives.
     """
     half = halves(call.spec).attention
-    dropout = shared.dropout(call.spec).attention_residual
+    dropout = call.dropout(shared).attention_residual
     grad_branch, onto, grads = half.through_join(call, weights, needs, internals.pop("grad_mid"), internals, dropout)
     onto = internals.pop("grad_stream", onto)
     grad_branch = grad_branch.to(call.dtype)
@@ -89,7 +89,7 @@ def backward(
         rows, grad_sinks = _through_attention(call, weights.out, grad_branch, x, internals, scoring, shared)
         del grad_branch
         if grad_sinks is not None:
-            grads["sinks"] = [grad_sinks if needs["sinks"][0] else None]
+            grads["sinks"] = [_whole_sinks(call, grad_sinks) if needs["sinks"][0] else None]
         stats = internals.pop("stats", None)
         normed = internals.pop("normed", None)
         reads_rows = needs_rows and any(getattr(weights, part).kind.reads_rows for part in "qkv")
@@ -106,6 +106,8 @@ def backward(
             if needs_rows:
                 grad_normed = projection.grad_input(grad, into=grad_normed, x=normed)
         del normed, grad
+        if grad_normed is not None:
+            grad_normed = call.total(grad_normed)
         grad_rows, entry_grads = half.through_entry(
             call, weights, needs, grad_normed, flat(x), stats, onto=onto if needs_x else None
         )
@@ -169,7 +171,19 @@ def _through_qk_norm(
     grad_raw, *grad_params = call.backend.norm_backward(
         _norm_rows(call.spec, grad), _norm_rows(call.spec, raw), *norm, stats, call.norm, params=any(needs)
     )
-    return grad_raw.view(raw.shape), [g if need else None for g, need in zip(grad_params, needs, strict=True)]
+    # One norm for all heads, of which each rank has some.
+    return grad_raw.view(raw.shape), [
+        call.total(g) if need and g is not None else None for g, need in zip(grad_params, needs, strict=True)
+    ]
+
+
+def _whole_sinks(call: BlockCall, grad: Tensor) -> Tensor:
+    """The gradient of all heads' sinks, given that of this rank's heads."""
+    if call.across is None:
+        return grad
+    whole = grad.new_zeros(grad.numel() * call.across.size)
+    whole[call.across.heads(call.spec)] = grad
+    return call.total(whole)
 
 
 def _norm_rows(spec: BlockSpec, rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from .scoring import Scoring
 from .sites import BlockDropout, block_dropout
 from .slicing import Slicing
 from .spec import BlockSpec, Save
+from .tensor_parallel import TensorParallel
 from .weights import BlockWeights, Layout, NormWeights
 
 
@@ -43,10 +44,6 @@ class Shared(NamedTuple):
         """What of the mask is data."""
         return AttentionMask(self.query_segments, self.key_segments, self.dense)
 
-    def dropout(self, spec: BlockSpec) -> BlockDropout:
-        """The dropout of each site of the block."""
-        return block_dropout(spec, self.state)
-
 
 @dataclass(frozen=True, slots=True)
 class BlockCall:
@@ -61,21 +58,32 @@ class BlockCall:
     slicing: Slicing
     offload: bool = False
     """Whether x waits in the host's memory."""
+    across: TensorParallel | None = None
+    """The ranks that the block is cut across, of which `spec` is this one's share."""
 
     @property
     def norm(self) -> NormSpec:
         """Every norm of the block."""
         return NormSpec(self.spec.norm, self.spec.norm_eps, self.spec.norm_offset)
 
+    def dropout(self, shared: Shared) -> BlockDropout:
+        """The dropout of each site of the block."""
+        dropout = block_dropout(self.spec, shared.state)
+        return dropout if self.across is None else dropout._replace(mlp=self.across.of_share(dropout.mlp))
+
+    def total(self, part: Tensor) -> Tensor:
+        """Rows, new, that the ranks have parts of, added up over them."""
+        return part if self.across is None else self.across.total(part)
+
     def scoring(self, weights: BlockWeights, x: Tensor, shared: Shared) -> Scoring:
         """How this call's attention scores become weights."""
         spec = self.spec
         batch, length, _ = x.shape
-        mask = full_mask(
-            shared.mask, causal=spec.causal, window=spec.window, shape=(batch, spec.heads, length, length), device=x.device
-        )
+        heads = spec.heads * (1 if self.across is None else self.across.size)
+        mask = full_mask(shared.mask, causal=spec.causal, window=spec.window, shape=(batch, heads, length, length), device=x.device)
         sinks = None if weights.sinks is None else weights.sinks.logits
-        return Scoring(mask, spec.scale, spec.softcap, sinks, shared.dropout(spec).attention)
+        scoring = Scoring(mask, spec.scale, spec.softcap, sinks, self.dropout(shared).attention)
+        return scoring if self.across is None else scoring.of_heads(self.across.heads(spec), heads, length)
 
     def through_norm(
         self, grad: Tensor | None, x: Tensor, weights: NormWeights, stats: Tensor, needs: Sequence[bool], *, onto: Tensor | None

@@ -43,19 +43,24 @@ def block(
     if place is not None:
         instance("place", place, Place)
     weights.check(spec)
+    whole, across = spec, weights.across
+    if across is not None:
+        spec = across.share(spec)
     weights = _in_call(weights, x, None)
     layout, tensors = weights.flatten()
     computable("x", x, {f"weight {index}": tensor for index, tensor in enumerate(tensors)})
     policy = policy or Policy()
     call = BlockCall(
         spec, policy.save, select(backend, x.device), layout, _branch_dtype(x),
-        slicing(spec, x.size(0) * x.size(1), x.device, policy.slices, _branch_dtype(x), weights),
-        policy.offload,
+        slicing(spec, x.size(0) * x.size(1), x.device, policy.slices, _branch_dtype(x), weights, tokens_whole=across is not None),
+        policy.offload, across,
     )  # fmt: skip
-    full_mask(mask, causal=spec.causal, window=spec.window, shape=(x.size(0), spec.heads, x.size(1), x.size(1)), device=x.device)
+    full_mask(mask, causal=spec.causal, window=spec.window, shape=(x.size(0), whole.heads, x.size(1), x.size(1)), device=x.device)
     state, adapters_drop = None, training and any(part.drops for _, part in _projections(weights))
     if adapters_drop or (training and drops(spec)):
         state = rng.reserve(x.device)
+        if across is not None:
+            across.check_same(state)
     if adapters_drop:
         weights = _in_call(weights, x, state)
         tensors = weights.flatten()[1]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .call import BlockCall, Shared, flat
 from .gradients import Gradients, Places
-from .mlp_products import place_of, through_mlp
+from .mlp_products import through_mlp
 from .projections import Projection
 from .slicing import spans
 from .spec import pointwise
@@ -41,11 +41,14 @@ class _Slice(NamedTuple):
 
 
 def forward(
-    call: BlockCall, weights: BlockWeights, branch: Tensor, x: Tensor, shared: Shared
+    call: BlockCall, weights: BlockWeights, branch: Tensor, x: Tensor, shared: Shared, *, place: Tensor | None
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """The block's output; for save="all" mid, its normed rows and their statistics by name, then up and gate of each slice."""
+    """The block's output; for save="all" mid, its normed rows and their statistics by name, then up and gate of each slice.
+
+    mid may lie in `place`, if given.
+    """
     rows, keep = flat(x), call.save == "all"
-    mid, normed, stats = _add_norm(call, weights, branch, rows, shared, None if keep else place_of(branch, rows))
+    mid, normed, stats = _add_norm(call, weights, branch, rows, shared, place)
     kept = [dict(zip(_BEFORE_SLICES, (mid, normed, stats), strict=True))] if keep else []
     hidden = normed.new_empty(normed.size(0), call.spec.hidden_dim)
     for span in _spans(call):
@@ -57,7 +60,7 @@ def forward(
             kept.append(inner)
         del inner
     del normed
-    y = call.backend.dropout_add(weights.down(hidden), mid, shared.dropout(call.spec).mlp_residual)
+    y = call.backend.dropout_add(call.total(weights.down(hidden)), mid, call.dropout(shared).mlp_residual)
     return y.view(x.shape), kept
 
 
@@ -70,20 +73,22 @@ def unpack(weights: BlockWeights, tensors: list[Tensor]) -> list[dict[str, Tenso
 
 def backward(
     call: BlockCall, weights: BlockWeights, needs: Mapping[str, Sequence[bool]], needs_mid: bool, grad_y: Tensor, branch: Tensor | None,
-    x: Tensor, kept: list[dict[str, Tensor]], shared: Shared,
+    x: Tensor, kept: list[dict[str, Tensor]], shared: Shared, *, place: Tensor | None,
 ) -> tuple[Tensor | None, Gradients]:  # fmt: skip
     """Gradients of mid (None unless `needs_mid`) and of this half's parameters; without a `branch` from what was `kept`."""
-    grad_rows, dropout = flat(grad_y), shared.dropout(call.spec).mlp_residual
+    grad_rows, dropout = flat(grad_y), call.dropout(shared).mlp_residual
     if branch is None:
         internals = dict(kept[0])
     else:
-        mid, normed, stats = _add_norm(call, weights, branch, flat(x), shared, place_of(branch, flat(x)))
+        mid, normed, stats = _add_norm(call, weights, branch, flat(x), shared, place)
         internals = {"mid": mid, "normed": normed, "stats": stats}
         del normed
     grad_branch = (grad_rows if dropout is None else call.backend.dropout(grad_rows, dropout)).to(call.dtype)
     needs_rows = needs_mid or any(needs["mlp_norm"])
     grad_normed, grads = _through_slices(call, weights, needs, needs_rows, grad_branch, internals.pop("normed"), kept[1:])
     del grad_branch
+    if grad_normed is not None:
+        grad_normed = call.total(grad_normed)
     grad_mid, norm_grads = call.through_norm(
         grad_normed, internals["mid"], weights.mlp_norm, internals["stats"], needs["mlp_norm"], onto=grad_rows if needs_mid else None
     )
@@ -116,7 +121,7 @@ def _through_slices(
 def _add_norm(
     call: BlockCall, weights: BlockWeights, branch: Tensor, rows: Tensor, shared: Shared, place: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dropout = shared.dropout(call.spec).attention_residual
+    dropout = call.dropout(shared).attention_residual
     return call.backend.add_norm(branch, rows, *weights.mlp_norm, call.norm, dropout, into=place)
 
 

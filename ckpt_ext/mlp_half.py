@@ -52,11 +52,11 @@ def internals_of(spec: BlockSpec, *, fused: bool) -> tuple[str, ...]:
 
 def forward(call: BlockCall, weights: BlockWeights, stream: Stream, shared: Shared) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """The block's output, rows `[N, dim]`, and for save="all" the internals of each slice by name."""
-    dropout, keep, half = shared.dropout(call.spec), call.save == "all", halves(call.spec).mlp
+    dropout, keep, half = call.dropout(shared), call.save == "all", halves(call.spec).mlp
     fused = _fused(call, weights, stream.rows.device)
     if _by_columns(call, fused):
         assert stream.branch is not None
-        return mlp_columns.forward(call, weights, stream.branch, stream.rows, shared)
+        return mlp_columns.forward(call, weights, stream.branch, stream.rows, shared, place=stream.place)
     names = internals_of(call.spec, fused=fused is not None)
     slices = list(spans(stream.rows.size(0), call.slicing.tokens))
     y, kept = _Assembly(stream.rows, len(slices), stream.place), []
@@ -66,7 +66,7 @@ def forward(call: BlockCall, weights: BlockWeights, stream: Stream, shared: Shar
         onto = internals["rows"] if stream.onto is None else stream.onto[span]
         hidden, outputs = _hidden(call, fused, internals, _rows_from(dropout.mlp, span), keep=keep)
         internals = internals | outputs if keep else {}
-        joined, of_joint = half.join(call, weights, of_span.down(hidden), onto, _rows_from(dropout.mlp_residual, span))
+        joined, of_joint = half.join(call, weights, call.total(of_span.down(hidden)), onto, _rows_from(dropout.mlp_residual, span))
         if keep:
             internals |= of_joint
             kept.append(dict(zip(names, map(internals.__getitem__, names), strict=True)))
@@ -118,10 +118,12 @@ def backward(
 
     Where nothing is `kept`, each slice is made again from `stream`, with the down projection where the norm behind it needs that.
     """
-    dropout, half = shared.dropout(call.spec), halves(call.spec).mlp
+    dropout, half = call.dropout(shared), halves(call.spec).mlp
     fused = _fused(call, weights, stream.rows.device)
     if _by_columns(call, fused):
-        return mlp_columns.backward(call, weights, needs, needs_rows, grad_y, stream.branch, stream.rows, kept, shared)
+        return mlp_columns.backward(
+            call, weights, needs, needs_rows, grad_y, stream.branch, stream.rows, kept, shared, place=stream.place
+        )
     needs_normed = needs_rows or (half.entry is not None and any(needs[half.entry]))
     needs_branch = needs_normed or any(any(needs.get(part, ())) for part in ("gate", "up", "down"))
     slices = list(spans(stream.rows.size(0), call.slicing.tokens))
@@ -137,7 +139,7 @@ def backward(
             hidden, _ = _hidden(call, fused, internals | {"rows": rows}, _rows_from(dropout.mlp, span), keep=False, overwrite=False)
         if joins:
             assert hidden is not None
-            internals |= half.rejoin(call, weights, of_span.down(hidden), rows, residual)
+            internals |= half.rejoin(call, weights, call.total(of_span.down(hidden)), rows, residual)
         if not reads_hidden:
             hidden = None
         grad_branch, onto, norm_grads = half.through_join(call, weights, needs, grad_y[span], internals, residual)
@@ -150,6 +152,8 @@ def backward(
                 rows=partial(_normed, call, weights, internals, rows),
                 of_down=hidden,
             )  # fmt: skip
+            if grad_normed is not None:
+                grad_normed = call.total(grad_normed)
             grad_span, entry_grads = half.through_entry(
                 call, weights, needs, grad_normed, rows, stats, onto=onto if needs_rows else None
             )

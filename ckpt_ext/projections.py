@@ -7,10 +7,13 @@ differentiates them) and its kind (static), and is put together again inside by 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from .tensor_parallel import Share
 
 _STRETCH, _TILE = 1 << 23, 128
 """Elements of a product on their way to a sum of a wider dtype, and rows of a library's tile."""
@@ -115,7 +118,9 @@ class Uncut:
     columns = rows
 
 
+@dataclass(frozen=True)
 class _DenseKind:
+    share: Share | None = None
     arity = 2
     cuttable = True
     reads_rows = False
@@ -130,7 +135,7 @@ class _DenseKind:
     def bind(self, tensors: Sequence[Tensor | None]) -> Dense:
         weight, bias = tensors
         assert weight is not None
-        return Dense(weight, bias)
+        return Dense(weight, bias, self.share)
 
 
 class _DenseByHeadKind(Uncut):
@@ -145,14 +150,17 @@ class Dense(NamedTuple):
     """`x @ weight.T + bias` with `weight [out, in]` and `bias [out]` or None; cast to the rows' dtype where theirs differs.
 
     Of any strides. Also `weight [heads, D, in]` with `bias [heads, D]`, whose outputs are those of one head after another: so a part of a
-    fused parameter with heads interleaved can be a view of that.
+    fused parameter with heads interleaved can be a view of that. Or this rank's `share` of a projection that is cut across ranks.
     """
 
     weight: Tensor
     bias: Tensor | None = None
+    share: Share | None = None
 
     @property
     def kind(self) -> Kind:
+        if self.share is not None:
+            return _DenseKind(self.share)
         return _DENSE if self.weight.dim() == 2 else _DENSE_BY_HEAD
 
     @property
@@ -160,7 +168,8 @@ class Dense(NamedTuple):
         return self.weight, self.bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.flatten().to(x.dtype)
+        bias = self.bias if self.share is None or self.share.adds_bias else None
+        bias = None if bias is None else bias.flatten().to(x.dtype)
         return torch.nn.functional.linear(x, _matrix(self.weight).to(x.dtype), bias)
 
     @property

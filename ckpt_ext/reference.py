@@ -116,6 +116,8 @@ def block(
 
     With `fused`, attention goes through `scaled_dot_product_attention` where that can do it: what one writes by hand today.
     """
+    if weights.across is not None:
+        raise NotImplementedError("the eager block must be whole, got one that is cut across ranks")
     drop = block_dropout(spec, state)
 
     def normed(y: Tensor, parameters) -> Tensor:

@@ -20,7 +20,9 @@ Needs = Mapping[str, Sequence[bool]]
 def run_block(call: BlockCall, weights: BlockWeights, x: Tensor, shared: Shared) -> tuple[Tensor, list[Tensor]]:
     """The block's output, and what `call.save` keeps besides the inputs: internals of the attention half, then the rest for "all"."""
     internals = attention_half.rebuild(call, weights, x, shared, kept={})
-    branch = attention_half.project(weights, internals)
+    branch = attention_half.project(call, weights, internals)
+    if _keeps_branch(call):
+        internals["branch"] = branch
     # What backward rebuilds is dropped before the MLP half makes its own.
     kept = list(map(internals.__getitem__, kept_names(call)))
     del internals
@@ -36,7 +38,8 @@ def run_block(call: BlockCall, weights: BlockWeights, x: Tensor, shared: Shared)
 
 def kept_names(call: BlockCall) -> tuple[str, ...]:
     """Which internals of the attention half are kept."""
-    return {"input": (), "attention": ("out", "lse"), "all": attention_half.internals_of(call.spec)}[call.save]
+    internals = {"input": (), "attention": ("out", "lse"), "all": attention_half.internals_of(call.spec)}[call.save]
+    return (*internals, "branch") if _keeps_branch(call) else internals
 
 
 def differentiate_block(
@@ -53,8 +56,12 @@ def differentiate_block(
         stream = Stream(flat(x))
         internals = attention_half.rebuild(call, weights, x, shared, kept=internals) if needs_attention else {}
     else:
+        branch = internals.pop("branch", None)
         internals = attention_half.rebuild(call, weights, x, shared, kept=internals)
-        stream, joined = _join(call, weights, attention_half.project(weights, internals), x, shared)
+        if branch is None:
+            branch = attention_half.project(call, weights, internals)
+        stream, joined = _join(call, weights, branch, x, shared)
+        del branch
         joined.pop("mid", None)
         internals |= joined
         del joined
@@ -76,6 +83,11 @@ def differentiate_block(
     return None if grad_x is None else grad_x.view(x.shape), grads | attention_grads
 
 
+def _keeps_branch(call: BlockCall) -> bool:
+    """Whether the attention half's branch is kept, so that it need not be added up over ranks again. A norm behind it writes into it."""
+    return call.across is not None and call.save != "all" and call.spec.adds_late
+
+
 def _names_of_join(call: BlockCall) -> tuple[str, ...]:
     """What backward needs of where attention's branch joins x, with "mid", what they make: nothing in blocks without a norm there."""
     joint = halves(call.spec).attention.joint
@@ -86,9 +98,9 @@ def _join(call: BlockCall, weights: BlockWeights, branch: Tensor, x: Tensor, sha
     """What the MLP half begins with, and by name what `_names_of_join` lists; `branch` joins x here, or else a slice at a time there."""
     rows, keep = flat(x), call.save == "all"
     if call.spec.adds_late:
-        return Stream(rows, branch=branch, place=None if keep else place_of(branch, rows)), {}
+        return Stream(rows, branch=branch, place=None if keep or _keeps_branch(call) else place_of(branch, rows)), {}
     half = halves(call.spec).attention
-    mid, joined = half.join(call, weights, branch, rows, shared.dropout(call.spec).attention_residual)
+    mid, joined = half.join(call, weights, branch, rows, call.dropout(shared).attention_residual)
     if call.spec.parallel:
         return Stream(rows, onto=mid, place=mid), {}
     return Stream(mid, place=None if keep else mid), joined | {"mid": mid}

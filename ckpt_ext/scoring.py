@@ -23,9 +23,9 @@ class Scoring(NamedTuple):
     dropout: Dropout | None = None
 
     def of_heads(self, heads: slice, total: int, query_count: int) -> Scoring:
-        """The same for some of `total` heads, each of `query_count` rows of the dropout mask."""
+        """The same for some of `total` heads, each of `query_count` rows of the dropout mask. These may be some of all already."""
         dropout = self.dropout
         if dropout is not None:
-            dropout = replace(dropout.rows_from(heads.start * query_count), batch_rows=total * query_count)
+            dropout = replace(dropout.rows_from(heads.start * query_count), batch_rows=dropout.batch_rows or total * query_count)
         sinks = None if self.sinks is None else self.sinks[heads]
         return self._replace(mask=self.mask.of_heads(heads), sinks=sinks, dropout=dropout)

@@ -51,18 +51,22 @@ class _Trained(NamedTuple):
 
 
 def slicing(
-    spec: BlockSpec, tokens: int, device: torch.device, slices: int | Literal["auto"], dtype: torch.dtype, weights: BlockWeights
+    spec: BlockSpec, tokens: int, device: torch.device, slices: int | Literal["auto"], dtype: torch.dtype, weights: BlockWeights, *,
+    tokens_whole: bool = False,
 ) -> Slicing:  # fmt: skip
     """The slicing of a block of `tokens` tokens that computes in `dtype`, by the one of two ways that is modelled to have the lower peak.
 
     A number of slices is the most that either way takes, and the most groups of heads. "auto" chooses as many as bring the MLP's
-    intermediates below the size of one block input, unless they would be so small that products of them are slow.
+    intermediates below the size of one block input, unless they would be so small that products of them are slow. `tokens_whole` says
+    that tokens are not cut: rows that are added up over ranks go there once.
     """
     projections = [part for part in (weights.gate, weights.up, weights.down) if part is not None]
     tensors = [t for part in projections for t in part.tensors if t is not None and t.requires_grad and torch.is_grad_enabled()]
     trained = _Trained(sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors))
     kind = "cpu" if device.type == "cpu" else "other"
     by_tokens, by_hidden = _candidates(spec, tokens, kind, slices, trained)
+    if tokens_whole:
+        by_tokens = by_tokens._replace(tokens=max(tokens, 1))
     if by_hidden.hidden is None or spec.mlp_dropout or not spec.adds_late or not all(part.kind.cuttable for part in projections):
         return by_tokens
     return min(by_tokens, by_hidden, key=lambda cut: _peak(spec, tokens, dtype.itemsize, cut, trained))

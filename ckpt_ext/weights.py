@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .projections import Projection
+from .projections import Dense, Projection
 from .spec import BlockSpec
+from .tensor_parallel import Share, TensorParallel
 
 
 class _PlainKind(NamedTuple):
@@ -87,6 +88,21 @@ class BlockWeights(NamedTuple):
                 if (part is not None) != has:
                     got = "None" if part is None else type(part).__name__
                     raise ValueError(f"{name} must be {'given' if has else 'None'} where {field}={getattr(spec, field)!r}, got {got}")
+
+    @property
+    def across(self) -> TensorParallel | None:
+        """The ranks that the block is cut across. Raises NotImplementedError, naming the part, where only some of it is, or otherwise."""
+        parts = {name: getattr(self, name) for name in _PROJECTIONS}
+        shares = {name: part.share if isinstance(part, Dense) else None for name, part in parts.items() if part is not None}
+        across = next((share.across for share in shares.values() if share is not None), None)
+        if across is None:
+            return None
+        for name, share in shares.items():
+            wanted = Share(across, "in" if name in ("out", "down") else "out")
+            if share != wanted:
+                got = "one that is whole" if share is None else f"one cut along {share.cut!r}" if share.across == across else "other ranks"
+                raise NotImplementedError(f"{name} must be cut along {wanted.cut!r} across the ranks of the other projections, got {got}")
+        return across
 
     def flatten(self) -> tuple[Layout, list[Tensor | None]]:
         """The static layout, and every tensor in its order."""

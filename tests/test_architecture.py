@@ -12,7 +12,7 @@ import ckpt_ext
 PACKAGE = Path(ckpt_ext.__file__).parent
 # From the bottom up; a module may import from lower layers and its own. What several layers share stands below all of them.
 LAYERS = [
-    {"validate", "spec", "host", "storages", "extension", "philox", "rng", "masks", "scoring", "sites", "guards"},
+    {"validate", "spec", "host", "storages", "extension", "philox", "rng", "masks", "scoring", "sites", "guards", "tensor_parallel"},
     {"projections", "lora", "called", "weights"},
     {"checksums", "replay", "surroundings", "checkpoint"},
     {"reference", "memory", "ledger", "tracing"},
@@ -23,7 +23,7 @@ LAYERS = [
     {"offload", "segments"},
     {"autograd", "cross_entropy"},
     {"functional"},
-    {"adopt", "modules"},
+    {"adopt", "dtensors", "modules"},
     {"shapes", "budget", "costs", "stock", "records", "cost_chain", "fronts", "plan"},
     {"sequential", "testing", "ranks"},
     {"integrations"},

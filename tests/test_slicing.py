@@ -36,7 +36,7 @@ specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.fixture
 def cut(monkeypatch):
     """Gives every block the same slicing."""
-    return lambda way: monkeypatch.setattr("ckpt_ext.functional.slicing", lambda *_: way)
+    return lambda way: monkeypatch.setattr("ckpt_ext.functional.slicing", lambda *_, **__: way)
 
 
 def inputs(spec, *, batch=2, length=9, dtype=torch.float64):

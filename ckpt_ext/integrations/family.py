@@ -138,7 +138,7 @@ class Family:
         q_norm_width, k_norm_width = spec.qk_norm_widths
         attention_norm, mlp_norm = self._norm(layer, self.attention_norm, spec, spec.dim), self._norm(layer, self.mlp_norm, spec, spec.dim)
         assert attention_norm is not None and mlp_norm is not None
-        return BlockWeights(
+        weights = BlockWeights(
             attention_norm=attention_norm, q=q, k=k, v=v,
             out=linear(self.out, self.child(layer, self.out), (spec.dim, q_width)), mlp_norm=mlp_norm, gate=gate, up=up,
             down=linear(self.down, self.child(layer, self.down), (spec.dim, spec.hidden_dim)),
@@ -146,6 +146,9 @@ class Family:
             attention_out_norm=self._norm(layer, self.attention_out_norm, spec, spec.dim),
             mlp_out_norm=self._norm(layer, self.mlp_out_norm, spec, spec.dim),
         )  # fmt: skip
+        if weights.across is not None:
+            weights.across.share(spec)  # raises where the block cannot be cut
+        return weights
 
     def rotates(self, layer: nn.Module) -> bool:
         """Whether queries and keys of this layer are rotated."""

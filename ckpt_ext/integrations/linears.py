@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from .. import dtensors
 from ..called import Called
 from ..lora import Adapter, LoRA
 from ..projections import Dense, Projection
@@ -35,12 +36,16 @@ def linear(name: str, module: Any, shape: tuple[int, int]) -> Projection:
     if parts.class_path(type(module)) == adapters.LORA:
         added = adapters.active(name, module)
         base = linear(f"{name}.base_layer", module.base_layer, shape)
+        if added and isinstance(base, Dense) and base.share is not None:
+            raise NotImplementedError(f"{name}.base_layer must be whole to have adapters, got one that is cut across ranks")
         return LoRA(base, added) if added else base
     if _is_quantised(module):
         if (module.out_features, module.in_features) != shape:
             raise NotImplementedError(f"{name} must map {shape[1]} to {shape[0]}, got {module.in_features} to {module.out_features}")
         parts.untouched(name, module)
         return Called.of(module)
+    if dtensors.is_distributed(module):
+        return dtensors.linear(name, module, shape)
     return Dense(*_dense(name, module, shape))
 
 
