@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _MARK = "_distribute_module_applied"
 """What `distribute_module`, by which parallel styles are applied, leaves on a module."""
+_STYLES = "torch.distributed.tensor.parallel.style"
 
 
 def is_distributed(module: Any) -> bool:
@@ -95,11 +96,25 @@ def _check_hooks(name: str, module: nn.Module, calls: _Calls) -> None:
             )
 
 
-def _bound(hook: Callable) -> tuple[Callable, tuple] | None:
+def keeps_replicated(hook: Any) -> bool:
+    """Whether a hook is `PrepareModuleInput`'s for inputs that every rank has whole, and wants whole: it changes no value."""
+    if not getattr(hook, "__qualname__", "").startswith("PrepareModuleInput._apply.") or hook.__module__ != _STYLES:
+        return False
+    style = _inside(hook)["self"]
+    pairs = list(zip(style.input_layouts or (), style.desired_input_layouts or (), strict=True))
+    pairs += [(layout, style.desired_input_kwarg_layouts.get(name)) for name, layout in style.input_kwarg_layouts.items()]
+    return all(layout is None or (layout.is_replicate() and wanted is not None and wanted.is_replicate()) for layout, wanted in pairs)
+
+
+def _inside(function: Any) -> Mapping[str, Any]:
+    """What a function has closed over, by name."""
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+
+
+def _bound(hook: Any) -> tuple[Callable, tuple] | None:
     """The function that a hook of `distribute_module` calls, and what it is bound to; None for any other hook."""
-    code, closure = getattr(hook, "__code__", None), getattr(hook, "__closure__", None) or ()
-    if code is None or not hook.__qualname__.startswith("distribute_module."):
+    if not getattr(hook, "__qualname__", "").startswith("distribute_module."):
         return None
-    inside: Mapping[str, Any] = dict(zip(code.co_freevars, (cell.cell_contents for cell in closure), strict=True))
+    inside = _inside(hook)
     function = inside.get("input_fn", inside.get("output_fn"))
     return (function.func, function.args) if hasattr(function, "func") and not function.keywords else None

@@ -36,7 +36,7 @@ class Collectives(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+        if func.namespace in ("c10d", "_c10d_functional") and not any(word in func.__name__ for word in ("wait", "wrap")):
             self.counts[func._schema.name.partition("::")[2]] += 1
         return func(*args, **(kwargs or {}))
 

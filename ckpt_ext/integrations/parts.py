@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import dtensors
 from ..spec import GATED_ACTIVATIONS
 from ..validate import is_floating
 from ..weights import NormWeights
@@ -60,7 +61,7 @@ def untouched(name: str, module: nn.Module) -> None:
         for hook in getattr(module, hooks).values():
             if _owner(hook) == _OF_ONE_CALL:
                 raise OneCall(f"{name} must have the same adapters for all rows, got adapter_names or offsets")
-            if _owner(hook) != _RECORDER:
+            if _owner(hook) != _RECORDER and not dtensors.keeps_replicated(hook):
                 raise NotImplementedError(f"{name} must have no hooks, got {hooks.strip('_')}, which would be skipped")
     if "forward" in module.__dict__:
         raise NotImplementedError(f"{name} must keep its class's forward, got one of its own, which would be skipped")
