@@ -32,6 +32,9 @@ A fused MLP (`ckpt_ext.fused_mlp`) makes no normed rows, and so saves the attent
 statistics, which are else recomputed, with the projection before it; no normed rows nor statistics where a branch takes rows without a
 norm; and in a `parallel` block no mid residual, nor is the attention half's last projection run again.
 
+Of a block that is cut across ranks (`ckpt_ext.tensor_parallel`) each has its share of q, k, v, attention out, log-sum-exp, gate, up and
+hidden. Where it is a plain pre-norm block, "input" and "attention" save the attention half's branch, too, dim * itemsize.
+
 itemsize is that of the branches; the log-sum-exp and the statistics are float32 (float64 in a float64 block). The three modes run the same
 operations on the same values, so their gradients are equal bit for bit.
 """
