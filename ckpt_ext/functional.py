@@ -35,8 +35,8 @@ def block(
     `[B or 1, T, rope_dim / 2]` of any strides, rotates queries and keys by those angles instead of by `rope_theta`'s, which may be None; it
     gets no gradient. `place` is for `checkpoint_sequential`, which puts blocks into segments.
 
-    Where the projections are this rank's shares of a block that is cut across ranks (`ckpt_ext.tensor_parallel`), spec and mask are the whole
-    block's, and x, y and their gradients the same on all ranks.
+    Where the projections are this rank's shares of a block that is cut across ranks (`ckpt_ext.tensor_parallel`), spec and mask are the
+    whole block's, and x, y and their gradients the same on all ranks.
 
     Raises ValueError for a wrong shape, dtype or device, RuntimeError for a backend that cannot run and for ranks with other RNG states,
     NotImplementedError for a block that cannot be cut across ranks in that way.

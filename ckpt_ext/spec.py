@@ -166,8 +166,7 @@ class Policy:
     chooses by shape and device. The MLP's slices are of tokens or of hidden units, whichever is modelled to take less for the shape and for
     what of it is trained (`ckpt_ext.slicing`); always of tokens where `mlp_dropout` is above zero, where a fused kernel makes the hidden
     layer, and where norms or branches lie otherwise than in a plain pre-norm block. A block that is cut across ranks is not sliced by
-    tokens. Bits are equal between policies of equal slices, where
-    the same weights are trained."""
+    tokens. Bits are equal between policies of equal slices, where the same weights are trained."""
     offload: bool = False
     """Whether the input waits for backward in the host's memory (`ckpt_ext.offload`)."""
 
