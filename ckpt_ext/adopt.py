@@ -1,5 +1,7 @@
 """Reads parameters out of modules whose `forward` the engine steps around, and refuses by name what it could not honour."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from . import dtensors
@@ -8,7 +10,8 @@ from .spec import BlockSpec
 from .validate import is_floating
 from .weights import NormWeights
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""What holds a module's hooks; with "_global" before it, in torch.nn.modules.module, those of all modules."""
 
 
 def dense(name: str, module: nn.Module) -> Dense:
@@ -39,11 +42,24 @@ def plain(name: str, module: nn.Module, kind: type) -> None:
     """Refuse by name, with NotImplementedError, a module whose class, hooks or own `forward` may do more than a `kind` does."""
     if type(module) is not kind:
         raise NotImplementedError(f"{name} must be exactly {kind.__name__}, got {type(module).__name__}, whose forward would be skipped")
-    for hooks in _HOOKS:
+    for hooks in HOOKS:
         if getattr(module, hooks):
             raise NotImplementedError(f"{name} must have no hooks, got {hooks.strip('_')}, which would be skipped")
     if "forward" in module.__dict__:
         raise NotImplementedError(f"{name} must keep its class's forward, got one of its own, which would be skipped")
+
+
+def no_hooks_on_all_modules() -> None:
+    """Refuse hooks that are registered for all modules at once, which a block's children are among. Those of torch itself only watch."""
+    for hooks in HOOKS:
+        for hook in getattr(nn.modules.module, f"_global{hooks}").values():
+            if not (owner(hook) or "").startswith("torch."):
+                raise NotImplementedError(f"no hooks must be on all modules, got {hooks.strip('_')}, which would be skipped in children")
+
+
+def owner(hook: Any) -> str | None:
+    """The module that a hook's function is defined in."""
+    return getattr(getattr(hook, "func", hook), "__module__", None)
 
 
 def _parameters(name: str, module: nn.Module, shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:

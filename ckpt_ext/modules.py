@@ -69,7 +69,8 @@ class TransformerBlock(nn.Module):
                         norm.weight.sub_(spec.norm_offset)
 
     def weights(self) -> BlockWeights:
-        """The parameters in the engine's form; raises NotImplementedError for a child that it could not honour."""
+        """The parameters in the engine's form; raises NotImplementedError for a child that it could not honour, or hooks on all modules."""
+        adopt.no_hooks_on_all_modules()
         return BlockWeights(
             attention_norm=self._norm("attention_norm", self.spec.dim),
             q=adopt.dense("q_proj", self.q_proj),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ckpt_ext import AttentionMask, BlockSpec, Policy, TransformerBlock, functional
 
@@ -179,6 +180,19 @@ def test_a_child_that_does_more_than_multiply_is_refused_by_name(change, name):
     change(block)
     with pytest.raises(NotImplementedError, match=name):
         block(torch.zeros(1, 3, 32))
+
+
+def test_hooks_on_all_modules_are_refused_but_for_those_that_watch():
+    block, x = TransformerBlock(spec()), torch.randn(1, 3, 32)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output)
+    try:
+        with pytest.raises(NotImplementedError, match="no hooks must be on all modules, got forward_hooks"):
+            block(x)
+    finally:
+        handle.remove()
+    with FlopCounterMode(display=False) as counter:
+        block(x)
+    assert counter.get_total_flops() > 0
 
 
 def test_a_weight_of_another_shape_is_refused_by_name():

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import functional
+from .. import adopt, functional
 from ..checkpoint import checkpoint
 from ..spec import BackendName, Policy
 from . import arguments, model_masks, parts
@@ -98,7 +98,7 @@ def _run(layer: nn.Module, original: type[nn.Module], args: Sequence[Any], kwarg
         return _fall_back(layer, original, state, args, kwargs)
     try:
         parts.own_forward("the layer", original)
-        parts.no_hooks_on_all_modules()
+        adopt.no_hooks_on_all_modules()
         attention = family.child(layer, family.attention)
         implementation = attention.config._attn_implementation
         call = arguments.bind(original.forward, args, kwargs, table=family.table, flash=implementation in model_masks.FLASH)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import dtensors
+from ..adopt import HOOKS, owner
 from ..spec import GATED_ACTIVATIONS
 from ..validate import is_floating
 from ..weights import NormWeights
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _RECORDER = "transformers.utils.output_capturing"
 """Hooks of this module record outputs while a model was asked for them (`output_attentions`), and do nothing otherwise."""
 
@@ -57,11 +57,11 @@ def plain(name: str, module: Any, kind: str) -> None:
 
 def untouched(name: str, module: nn.Module) -> None:
     """Refuse a module with hooks, or with a forward of its own, which would be skipped."""
-    for hooks in _HOOKS:
+    for hooks in HOOKS:
         for hook in getattr(module, hooks).values():
-            if _owner(hook) == _OF_ONE_CALL:
+            if owner(hook) == _OF_ONE_CALL:
                 raise OneCall(f"{name} must have the same adapters for all rows, got adapter_names or offsets")
-            if _owner(hook) != _RECORDER and not dtensors.keeps_replicated(hook):
+            if owner(hook) != _RECORDER and not dtensors.keeps_replicated(hook):
                 raise NotImplementedError(f"{name} must have no hooks, got {hooks.strip('_')}, which would be skipped")
     if "forward" in module.__dict__:
         raise NotImplementedError(f"{name} must keep its class's forward, got one of its own, which would be skipped")
@@ -96,21 +96,9 @@ def own_functions(module: str, implementation: str) -> None:
             raise NotImplementedError(f"{name} must be the library's, got a patched one of {function.__module__}, which would be skipped")
 
 
-def no_hooks_on_all_modules() -> None:
-    """Refuse hooks that are registered for all modules at once, which a layer's children are among. Those of torch itself only watch."""
-    for hooks in _HOOKS:
-        for hook in getattr(torch.nn.modules.module, f"_global{hooks}").values():
-            if not (_owner(hook) or "").startswith("torch."):
-                raise NotImplementedError(f"no hooks must be on all modules, got {hooks.strip('_')}, which would be skipped in children")
-
-
 def has_hooks_of_one_call(module: nn.Module) -> bool:
     """Whether hooks below `module` are gone in backward, so that its forward must not be run again there."""
-    return any(_owner(hook) == _OF_ONE_CALL for child in module.modules() for hook in child._forward_pre_hooks.values())
-
-
-def _owner(hook: Any) -> str | None:
-    return getattr(getattr(hook, "func", hook), "__module__", None)
+    return any(owner(hook) == _OF_ONE_CALL for child in module.modules() for hook in child._forward_pre_hooks.values())
 
 
 def tensors(name: str, weight: Any, bias: Any, shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
