@@ -1,5 +1,6 @@
 """Builds the C++ extension where torch can be imported; everything else about the package stands in pyproject.toml."""
 
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from setuptools import setup
 BUILD = "pip install --no-build-isolation -e ."
 CPU_SOURCES = [f"csrc/{name}.cpp" for name in ("module", "rng", "dropout", "random_words")]
 CUDA_SOURCES = ["csrc/cuda/reserve.cu"]
+ARCHITECTURES = "8.0;9.0;10.0+PTX"
+"""Of GPUs to build for where none is seen, as in a container's build, and TORCH_CUDA_ARCH_LIST says nothing: torch gives up there."""
 
 
 def toolkit_release(cuda_home: str | None) -> str | None:
@@ -47,6 +50,8 @@ def extension() -> dict:
     toolkit = toolkit_release(cpp_extension.CUDA_HOME)
     if builds_cuda(torch.version.cuda, toolkit):
         kind, sources = cpp_extension.CUDAExtension, CPU_SOURCES + CUDA_SOURCES
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES)
         for arguments in flags.values():
             arguments.append(f"-DCKPT_EXT_CUDA={torch.version.cuda}")
     elif torch.version.cuda is not None:
