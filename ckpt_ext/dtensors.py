@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from .projections import Dense
@@ -28,11 +29,17 @@ def is_distributed(module: Any) -> bool:
     return isinstance(module, nn.Module) and bool(getattr(module, _MARK, False))
 
 
-def linear(name: str, module: nn.Module, shape: tuple[int, int]) -> Dense:
+def linear(name: str, module: nn.Linear, shape: tuple[int, int]) -> Dense:
     """This rank's share of a column-wise or row-wise parallel `nn.Linear`, `shape` `(out, in)` as a whole.
 
     Its gradients are those of the DTensors. Raises NotImplementedError, by name, for any other style, layout, mesh or class.
     """
+    # Hooks and meshes are not for a graph to hold. The decorator would import the compiler with this package.
+    read = torch.compiler.disable(_linear) if torch.compiler.is_compiling() else _linear
+    return read(name, module, shape)
+
+
+def _linear(name: str, module: nn.Linear, shape: tuple[int, int]) -> Dense:
     if type(module) is not nn.Linear or "forward" in module.__dict__:
         got = "a forward of its own" if type(module) is nn.Linear else type(module).__name__
         raise NotImplementedError(f"{name} must be exactly Linear to be tensor parallel, got {got}")

@@ -73,8 +73,8 @@ def block(
     angles = table or rope.table(spec, x.size(1), call.dtype, x.device)
     shared = Shared(*angles, state, *(mask or AttentionMask()))
     if _differentiated(x, *tensors):
-        # A graph cannot hold what waits elsewhere. The decorator would import the compiler with this package.
-        disable = policy.offload and torch.compiler.is_compiling()
+        # A graph cannot hold what waits elsewhere, nor calls between ranks in a Function. The decorator would import the compiler here.
+        disable = (policy.offload or across is not None) and torch.compiler.is_compiling()
         apply = torch.compiler.disable(BlockFunction.apply) if disable else BlockFunction.apply
         return apply(call, place, x, *shared, *tensors)
     with without_autocast(x):

@@ -62,7 +62,7 @@ def slicing(
     """
     projections = [part for part in (weights.gate, weights.up, weights.down) if part is not None]
     tensors = [t for part in projections for t in part.tensors if t is not None and t.requires_grad and torch.is_grad_enabled()]
-    trained = _Trained(sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors))
+    trained = _Trained(sum(t.numel() for t in tensors), sum(t.numel() * t.element_size() for t in tensors))
     kind = "cpu" if device.type == "cpu" else "other"
     by_tokens, by_hidden = _candidates(spec, tokens, kind, slices, trained)
     if tokens_whole:

@@ -236,6 +236,20 @@ def triton_draws_the_same_masks(rank):
     agree(*results)
 
 
+def compiled(rank):
+    """The compiler leaves a graph where a block that is cut across ranks begins."""
+    _, ours = pair(BlockSpec(**PLAIN, residual_dropout=0.2), init_device_mesh("cpu", (WORLD,)))
+    results = []
+    for block in (ours, torch.compile(ours, backend="aot_eager")):
+        ours.zero_grad()
+        torch.manual_seed(3)
+        x = draw(2, LENGTH, DIM).requires_grad_()
+        block(x).square().sum().backward()
+        results.append({"x": x.grad} | {name: whole(p.grad) for name, p in ours.named_parameters()})
+    agree(*results)
+    torch._dynamo.reset()
+
+
 def segments_and_offload(rank):
     mesh = init_device_mesh("cpu", (WORLD,))
     for policy in (Policy(), Policy(offload=True)):
@@ -387,8 +401,8 @@ def refused_layers_are_right(rank):
 
 CASES = [
     blocks_of_every_kind, masks_and_slices, dropout_is_that_of_the_whole_block, ranks_drop_hidden_units_of_their_own,
-    other_seeds_are_refused, what_is_saved, parts_that_need_no_gradient, triton_draws_the_same_masks, segments_and_offload,
-    swapped_llama, sharded_and_cut, refusals, refused_layers_are_right,
+    other_seeds_are_refused, what_is_saved, parts_that_need_no_gradient, triton_draws_the_same_masks, compiled,
+    segments_and_offload, swapped_llama, sharded_and_cut, refusals, refused_layers_are_right,
 ]  # fmt: skip
 
 
