@@ -27,7 +27,7 @@ LAYERS = [
     {"shapes", "budget", "costs", "stock", "records", "cost_chain", "fronts", "plan"},
     {"sequential", "testing", "ranks"},
     {"integrations"},
-    {"text", "training", "machine", "doctor", "verdicts", "truth", "compare_config", "compare", "compare_report"},
+    {"text", "training", "machine", "doctor", "verdicts", "truth", "rank_models", "compare_config", "compare", "compare_report"},
     {"verify_run", "verification", "verify_report", "verify_models"},
     {"fit", "fit_report", "ladder", "explain", "model_costs", "plan_report"},
     {"cli", "fit_cli", "plan_cli", "verify_cli"},

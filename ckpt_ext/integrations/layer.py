@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import adopt, functional
 from ..checkpoint import checkpoint
 from ..spec import BackendName, Policy
-from . import arguments, model_masks, parts
+from . import arguments, model_masks, parts, sharded
 from .adapters import AdapterStates
 from .chain import Link, passed, place_of
 from .decoders import DECODERS
@@ -52,7 +52,11 @@ class State:
 
 @functools.cache
 def swapped_class(original: type[Any]) -> type[nn.Module]:
-    """The subclass of `original` whose instances run as blocks."""
+    """The subclass of `original` whose instances run as blocks; below what `fully_shard` made of it, where it did."""
+    own = sharded.own_class(original)
+    if own is not original:
+        mixin, base = original.__bases__
+        return sharded.remade(original, (mixin, swapped_class(base)), _ckpt_ext_original=original)
 
     @functools.wraps(original.forward)
     def forward(self, *args, **kwargs):
@@ -80,13 +84,28 @@ def _remake(original: Any) -> nn.Module:
 
 
 def original_class(layer: nn.Module) -> type[nn.Module]:
-    """The class that a layer had before a swap, or has."""
-    return getattr(type(layer), "_ckpt_ext_original", type(layer))
+    """The class that a layer goes back to: the one before the swap. Where another was made of ours since, as FSDP's, that of the former."""
+    kind: Any = type(layer)
+    return _without_ours(kind)
+
+
+@functools.cache
+def _without_ours(kind: type[Any]) -> type[Any]:
+    if (original := vars(kind).get("_ckpt_ext_original")) is not None:
+        return original
+    if not hasattr(kind, "_ckpt_ext_original"):
+        return kind
+    return sharded.remade(kind, tuple(map(_without_ours, kind.__bases__)))
 
 
 def family_of(layer: nn.Module) -> Family | None:
-    """The table of a layer's class, swapped or not."""
-    return FAMILIES.get(parts.class_path(original_class(layer)))
+    """The table of a layer's class, swapped or not, sharded or not."""
+    return FAMILIES.get(parts.class_path(own_class(layer)))
+
+
+def own_class(layer: nn.Module) -> type[nn.Module]:
+    """The class that defines a layer, swapped or not, sharded or not."""
+    return sharded.own_class(getattr(type(layer), "_ckpt_ext_original", type(layer)))
 
 
 def _run(layer: nn.Module, original: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

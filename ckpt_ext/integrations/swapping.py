@@ -13,9 +13,9 @@ from ..modules import EagerBlock, TransformerBlock
 from ..plan import Plan
 from ..spec import BackendName, Policy
 from ..validate import instance, one_of
-from . import parts
+from . import parts, sharded
 from .chain import Link, Segments, links
-from .layer import FAMILIES, STATE, Fallback, State, family_of, original_class, swapped_class
+from .layer import FAMILIES, STATE, Fallback, State, family_of, original_class, own_class, swapped_class
 from .report import SwapReport
 
 SUPPORTED = ((5, 17), (5, 24))
@@ -125,13 +125,16 @@ def _refusal(layer: nn.Module) -> str | None:
     """Why a layer is no block, or None where it is one."""
     family = family_of(layer)
     if family is None:
-        return f"{original_class(layer).__name__} has no table"
+        return f"{own_class(layer).__name__} has no table"
     if _has_own_forward(layer):
         return "it has a forward of its own, which would be skipped"
     try:
-        parts.own_forward("the layer", original_class(layer))
+        parts.own_forward("the layer", own_class(layer))
         family.check(layer)
-        family.weights(layer, family.spec(layer, *family.position(layer)))
+        with sharded.whole(layer) as known:
+            spec = family.spec(layer, *family.position(layer))
+            if known:
+                family.weights(layer, spec)
     except NotImplementedError as error:
         return str(error)
     return None
