@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from accelerate.state import AcceleratorState
 from transformers import TrainerCallback
 
 from ..plan import Plan
@@ -19,7 +20,7 @@ class SwapCallback(TrainerCallback):
         Trainer(model, arguments, callbacks=[ckpt_ext.SwapCallback(policy)], ...)
 
     `report` says which layers are swapped. `gradient_checkpointing=True` among the arguments does no harm: swapped layers do not read that
-    switch. Raises what `ckpt_ext.swap` does.
+    switch. Raises what `ckpt_ext.swap` does, and ValueError where accelerate's FSDP plugin is told to checkpoint layers, too.
     """
 
     def __init__(
@@ -38,4 +39,15 @@ class SwapCallback(TrainerCallback):
 
     def _swap(self, model: Any) -> None:
         if model is not None:
+            _refuse_a_second_checkpointing()
             self.report = swap(model, self.policy, segments=self.segments, backend=self.backend, fallback=self.fallback)
+
+
+def _refuse_a_second_checkpointing() -> None:
+    """accelerate puts `checkpoint_wrapper(layer, preserve_rng_state=False)` around the layers, which no swap can see beforehand: a block
+    with dropout would run again in backward with other masks."""
+    plugin = AcceleratorState._shared_state.get("fsdp_plugin")  # there since the trainer made its accelerator
+    if getattr(plugin, "activation_checkpointing", False):
+        raise ValueError(
+            "activation_checkpointing of the FSDP configuration must be False around swapped layers, which recompute anyway, got True"
+        )
