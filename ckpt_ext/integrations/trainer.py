@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from accelerate.state import AcceleratorState
 from transformers import TrainerCallback
 
 from ..plan import Plan
@@ -46,6 +45,8 @@ class SwapCallback(TrainerCallback):
 def _refuse_a_second_checkpointing() -> None:
     """accelerate puts `checkpoint_wrapper(layer, preserve_rng_state=False)` around the layers, which no swap can see beforehand: a block
     with dropout would run again in backward with other masks."""
+    from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+
     plugin = AcceleratorState._shared_state.get("fsdp_plugin")  # there since the trainer made its accelerator
     if getattr(plugin, "activation_checkpointing", False):
         raise ValueError(
