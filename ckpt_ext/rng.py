@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._library.effects import EffectType
+from torch.fx import traceback
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy
 
 from . import extension, philox
 
@@ -55,7 +57,8 @@ def reserve(device: torch.device | str, generator: torch.Generator | None = None
 
     Raises NotImplementedError where the device has no generator, ValueError where `generator` is another device's.
     """
-    return torch.ops.ckpt_ext.reserve(generator, torch.device(device))
+    draw = torch.ops.ckpt_ext.reserve_once if torch.compiler.is_compiling() else torch.ops.ckpt_ext.reserve
+    return draw(generator, torch.device(device))
 
 
 def dropout(x: Tensor, dropout: Dropout) -> Tensor:
@@ -156,6 +159,28 @@ _library.impl("dropout", _dropout_cuda, "CUDA")
 
 # torch.compile would merge two equal calls into one, and give two layers one mask: its pass spares only torch's own random operators.
 _library._register_effectful_op("ckpt_ext::reserve", EffectType.ORDERED)
+
+_library.define("reserve_once(Generator? generator, Device device) -> Tensor")
+
+
+@torch.library.impl(_library, "reserve_once", "CompositeImplicitAutograd")
+def _reserve_once(generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """`reserve` in a graph that is compiled. Whoever divides the graph is told to keep its result: drawn again it would be another."""
+    from torch._functorch import config
+
+    meta = traceback.get_current_meta()
+    if meta.get("custom", {}).get("_region_activation_memory_budget", config.activation_memory_budget) == 0:
+        raise NotImplementedError("activation_memory_budget must be above 0 around dropout, got 0: it keeps no state of the masks")
+    around = meta.get("recompute")
+    meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    try:
+        return torch.ops.ckpt_ext.reserve(generator, device)
+    finally:
+        meta["recompute"] = around
+
+
+# Within torch.utils.checkpoint a compiler marks all else to be run again.
+SAC_IGNORED_OPS.add(torch.ops.ckpt_ext.reserve_once.default)
 
 
 @torch.library.register_fake("ckpt_ext::dropout", lib=_library)
