@@ -7,9 +7,8 @@
 
 Under DDP, FSDP2 (block by block, with and without resharding after forward; the model as a whole; HSDP), tensor parallelism and both. All
 ways of a layout start from the same parameters, read the same text and take turns step by step. "torch checkpoint" is `checkpoint_wrapper`
-around each layer. The peak is beyond parameters, gathered ones too, and finished gradients; on a CPU it is counted storage by storage, but
-for what a DTensor's operators make and drop within themselves, on a GPU it is the allocator's, with gathered parameters in it. Collectives
-are those of one whole step, the same on every rank.
+around each layer. The peak is beyond parameters, gathered ones too, and finished gradients; on a CPU it is counted storage by storage, on a
+GPU it is the allocator's, with gathered parameters in it. Collectives are those of one whole step, the same on every rank.
 
 Exits with 1 where our collectives are others than with nothing checkpointed, or where losses differ.
 """
@@ -137,19 +136,20 @@ def measure(layout: Layout, options: argparse.Namespace, done: Callable[[], obje
             continue
         training = trainings[way]
         timed = training.seconds[WARM_UP + 1 :]
-        mine = (median(timed) if timed else 0.0, training.peak_mib(), counts[way], training.losses)
+        peak = [] if options.collectives else [training.peak_mib()]
+        mine = (median(timed) if timed else 0.0, peak, counts[way], training.losses)
         found: list = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)
         seconds, peaks, counted, losses = zip(*found, strict=True)
         differing = "" if all(other == counts[way] for other in counted) else f"ranks differ: {counted}"
         speed = shares * options.batch * options.length / max(seconds) if timed else None
         mean = [sum(step) / len(step) for step in zip(*losses, strict=True)]
-        rows.append(Row(layout.name, way, differing, speed, list(peaks), counts[way], mean))
+        rows.append(Row(layout.name, way, differing, speed, sum(peaks, []), counts[way], mean))
     return rows
 
 
-def judge(rows: Sequence[Row], tolerance: float) -> list[str]:
-    """What is not as it must be."""
+def judge(rows: Sequence[Row], tolerance: float, *, of_torch: float = 0.0) -> list[str]:
+    """What is not as it must be. Losses of ours may be `tolerance`, torch checkpoint's `of_torch` away from those of nothing."""
     by = {(row.layout, row.way): row for row in rows}
     wrong = []
     for layout in dict.fromkeys(row.layout for row in rows):
@@ -162,7 +162,7 @@ def judge(rows: Sequence[Row], tolerance: float) -> list[str]:
         if ours.collectives != nothing.collectives:
             told = [collectives.written(row.collectives) for row in (ours, nothing)]
             wrong.append(f"{layout}: ours has {told[0]} a step, nothing checkpointed {told[1]}")
-        for row, allowed in ((torchs, 0.0), (ours, tolerance)):
+        for row, allowed in ((torchs, of_torch), (ours, tolerance)):
             distances = [abs(a - b) for a, b in zip(row.losses, nothing.losses, strict=True)] if row.losses else []
             distance = next((d for d in distances if math.isnan(d)), max(distances, default=0.0))
             if not distance <= allowed:
@@ -247,7 +247,9 @@ def on_rank(options: argparse.Namespace) -> int:
             progress.update(task, description=layout.name)
             rows += measure(layout, options, lambda: progress.advance(task))
             progress.update(task, completed=(index + 1) * (WARM_UP + options.steps))
-    wrong = judge(rows, LOSS_TOLERANCE[options.dtype])
+    tolerance = LOSS_TOLERANCE[options.dtype]
+    # The same operators give the same bits on a CPU; on a GPU attention's backward may add in any order.
+    wrong = judge(rows, tolerance, of_torch=0.0 if options.device.type == "cpu" else tolerance)
     if dist.get_rank() == 0:
         report(rows, wrong, options)
     return 1 if wrong else 0

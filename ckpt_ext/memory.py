@@ -55,6 +55,8 @@ class LiveStorages(TorchDispatchMode):
             self._counted[storage._cdata] = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor: the operators that it calls on what it wraps come here
         kwargs = kwargs or {}
         # An operand that no operator has returned was born outside: it must not be taken for new when it, or a view of it, comes back.
         for storage in storages((args, kwargs)):
