@@ -15,7 +15,7 @@ sum for one slice alone; the sum that outlives the inner loop is the smaller one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,8 @@ class Loss(NamedTuple):
     softcap: float | None = None
     z_loss: float = 0.0
     reduction: str = "mean"
+    divide: Callable[[int, int], Iterable[slice]] = spans
+    """Which slices of so many rows, each of so many, are walked over: all of them, but for who only counts what a walk takes."""
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -104,8 +106,8 @@ def _statistics(call: Loss, x: Tensor, weight: Tensor, bias: Tensor | None, targ
     most, total = (x.new_full((tokens,), value, dtype=wide) for value in (-torch.inf, 0.0))
     picked, mean = x.new_zeros(tokens, dtype=wide), x.new_zeros(tokens, dtype=wide)
     height, width = _sides(tokens, symbols, x.device)
-    for rows in spans(tokens, height):
-        for columns in spans(symbols, width):
+    for rows in call.divide(tokens, height):
+        for columns in call.divide(symbols, width):
             logits = _logits(call, x, weight, bias, _Tile(rows, columns), wide)
             place, inside = _within(target[rows].long(), columns)
             picked[rows] += torch.where(inside, logits.gather(1, place)[:, 0], 0.0)
@@ -132,7 +134,7 @@ def _gradients(
     needs_x, needs_weight, needs_bias = needs
     height, width = _sides(x.size(0), weight.size(0), x.device)
     symbols_outside = needs_weight and (not needs_x or x.size(0) <= weight.size(0))
-    outer, inner = (_Stripes(weight, width, needs_weight), _Stripes(x, height, needs_x))
+    outer, inner = (_Stripes(call, weight, width, needs_weight), _Stripes(call, x, height, needs_x))
     if not symbols_outside:
         outer, inner = inner, outer
     grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if needs_bias and bias is not None else None
@@ -164,9 +166,9 @@ def _gradients(
 class _Stripes:
     """The rows of x or of W, in slices of a tile's side."""
 
-    def __init__(self, tensor: Tensor, side: int, needed: bool) -> None:
+    def __init__(self, call: Loss, tensor: Tensor, side: int, needed: bool) -> None:
         self.tensor, self.needed = tensor, needed
-        self.places = list(spans(tensor.size(0), side))
+        self.places = list(call.divide(tensor.size(0), side))
 
     def zeros(self, wide: torch.dtype, *, more_than_one: bool, place: slice = slice(None)) -> Tensor:
         """Zeros in the shape of the rows at `place`, in `wide` where they are to hold a sum of more than one product."""
