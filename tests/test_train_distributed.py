@@ -134,16 +134,23 @@ def extra_collectives_are_found(rank):
 
 
 def memory_of_distributed_tensors(rank):
-    """A DTensor is as large as this rank's share of it, and dies with it."""
+    """A DTensor is as large as this rank's share of it and dies with it; what its operators make within counts, too."""
     whole = torch.randn(64, 32)
     with LiveStorages([whole]) as memory:
         shared = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
+        before = memory.live
         memory.ignore(shared)
+        assert memory.live == before - 32 * 32 * 4
         before = memory.live
         doubled = shared * 2
-        assert memory.live - before == 32 * 32 * 4
+        assert memory.live == before + 32 * 32 * 4
         del doubled
         assert memory.live == before
+    part = shared.sum(0)  # not added up over the ranks yet, which `relu` does within itself
+    with LiveStorages([part]) as memory:
+        result = part.relu()
+        assert memory.live == 32 * 4 == result.to_local().nbytes
+    assert memory.peak == 2 * 32 * 4
 
 
 CASES = [extra_collectives_are_found, memory_of_distributed_tensors]
