@@ -9,6 +9,8 @@ import torch
 
 import ckpt_ext
 from ckpt_ext import BlockSpec, Policy, TransformerBlock, budget, cross_entropy, functional, offload, verify_models
+from ckpt_ext.integrations import chain as links
+from ckpt_ext.segments import Place, Segment
 from ckpt_ext.slicing import spans
 
 SPEC = BlockSpec(dim=32, heads=4, kv_heads=2, hidden_dim=48, rope_theta=1e4)
@@ -80,7 +82,7 @@ def test_two_models_in_two_threads_train_as_each_alone(run, offloaded, monkeypat
     assert all(map(same, both, alone))
 
 
-def test_two_swapped_models_in_segments(monkeypatch):
+def test_two_swapped_models_in_segments():
     pytest.importorskip("transformers", reason="the models are its")
     models = []
     for seed in (0, 1):
@@ -127,6 +129,38 @@ def test_backward_in_another_thread(run):
     loss = run(blocks, x).square().sum()
     (actual,) = together(lambda: torch.autograd.grad(loss, wanted))
     assert same(actual, expected)
+
+
+def test_replays_that_set_a_generator_wait_for_each_other():
+    models = [chain(seed, DROPS) for seed in (0, 1)]
+
+    def losses():
+        torch.manual_seed(7)
+        x = torch.randn(2, 16, 32)
+        return [[checkpointed(blocks, x).square().sum() for _ in range(6)] for blocks in models]
+
+    def back(blocks, losses):
+        return [gradient for loss in losses for gradient in torch.autograd.grad(loss, list(blocks.parameters()))]
+
+    expected = [back(*pair) for pair in zip(models, losses(), strict=True)]
+    both = together(*(lambda pair=pair: back(*pair) for pair in zip(models, losses(), strict=True)))
+    assert all(map(same, both, expected))
+
+
+def test_an_input_is_fetched_for_its_own_thread():
+    x = torch.randn(2, 1 << 18)
+    parked = offload.park(x)
+    (other,) = together(lambda: offload._latest(x.device))
+    assert other is None and offload._latest(x.device) is parked
+
+
+def test_a_layer_goes_on_with_the_segment_of_its_own_thread():
+    y = torch.randn(2, 5, 32, requires_grad=True)
+    links.passed(links.Link(0, 2, 1), Place(Segment(), 0), 1, y)
+    (other,) = together(lambda: links.place_of(links.Link(1, 2, 1), y, SPEC, trained=True)[0])
+    assert other is None
+    place, _ = links.place_of(links.Link(1, 2, 1), y, SPEC, trained=True)
+    assert place is not None and place.position == 1
 
 
 def test_one_parameter_in_two_graphs_that_go_back_at_once():
