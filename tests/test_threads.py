@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import ckpt_ext
 from ckpt_ext import BlockSpec, Policy, TransformerBlock, budget, cross_entropy, functional, offload, verify_models
 from ckpt_ext.integrations import chain as links
-from ckpt_ext.segments import Place, Segment
+from ckpt_ext.segments import Segment
 from ckpt_ext.slicing import spans
 
 SPEC = BlockSpec(dim=32, heads=4, kv_heads=2, hidden_dim=48, rope_theta=1e4)
@@ -156,10 +157,10 @@ def test_an_input_is_fetched_for_its_own_thread():
 
 def test_a_layer_goes_on_with_the_segment_of_its_own_thread():
     y = torch.randn(2, 5, 32, requires_grad=True)
-    links.passed(links.Link(0, 2, 1), Place(Segment(), 0), 1, y)
+    links._RUNNING.under = links._Under(Segment(), 0, 0, 1, weakref.ref(y), y._version)
     (other,) = together(lambda: links.place_of(links.Link(1, 2, 1), y, SPEC, trained=True)[0])
     assert other is None
-    place, _ = links.place_of(links.Link(1, 2, 1), y, SPEC, trained=True)
+    place = links.place_of(links.Link(1, 2, 1), y, SPEC, trained=True)[0]
     assert place is not None and place.position == 1
 
 
