@@ -56,6 +56,7 @@ from .guards import differentiable_once, own, without_autocast
 from .masks import AttentionMask, full_mask
 from .offload import park, saved_by
 from .projections import Dense, Projection
+from .recomputed import check_drawn, drawn
 from .rng import Dropout, Site
 from .run import differentiate_block, run_block
 from .scoring import Scoring
@@ -81,7 +82,7 @@ class BlockFunction(torch.autograd.Function):
         with without_autocast(x):
             y, kept = run_block(call, call.layout.bind(tensors), x, shared)
         keeps_input = place is None or place.is_first
-        ctx.call, ctx.place = call, place
+        ctx.call, ctx.place, ctx.drawn = call, place, drawn(shared.state)
         ctx.parked = park(x) if keeps_input and call.offload else None
         ctx.has_saved_input = keeps_input and ctx.parked is None
         ctx.save_for_backward(x if ctx.has_saved_input else None, *inputs, *kept)
@@ -98,6 +99,7 @@ class BlockFunction(torch.autograd.Function):
         inputs, kept = rest[: len(needs_inputs)], rest[len(needs_inputs) :]
         del rest
         shared, tensors, needs_tensors = Shared(*inputs[:_SHARED]), inputs[_SHARED:], needs_inputs[_SHARED:]
+        check_drawn(ctx.drawn, shared.state)
         weights, needs = call.layout.bind(tensors), call.layout.split(needs_tensors)
         with without_autocast(x):
             grad_x, grads = differentiate_block(call, weights, needs, needs_x, grad_y, x, kept, shared)
@@ -126,7 +128,7 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks, state, *mask) -> Tensor:
-        ctx.call = call
+        ctx.call, ctx.drawn = call, drawn(state)
         with without_autocast(q):
             out, lse = call.backend.attention(q, k, v, call.scoring(q, k, sinks, state, mask))
         ctx.save_for_backward(q, k, v, out, lse, sinks, state, *mask)
@@ -136,6 +138,7 @@ class AttentionFunction(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, grad_out: Tensor):
         q, k, v, out, lse, sinks, state, *mask = ctx.saved_tensors
+        check_drawn(ctx.drawn, state)
         call: AttentionCall = ctx.call
         with without_autocast(q):
             *grads, grad_sinks = call.backend.attention_backward(grad_out, q, k, v, out, lse, call.scoring(q, k, sinks, state, mask))
@@ -161,7 +164,7 @@ class MlpFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: MlpCall, x: Tensor, w_gate, w_up: Tensor, w_down: Tensor, state) -> Tensor:
-        ctx.call = call
+        ctx.call, ctx.drawn = call, drawn(state)
         ctx.save_for_backward(x, w_gate, w_up, w_down, state)
         with without_autocast(x):
             mlp, rows, dropout, f = _mlp(w_gate, w_up, w_down), flat(x), _dropout(state, call.p), pointwise(call.activation)
@@ -176,6 +179,7 @@ class MlpFunction(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, grad_y: Tensor):
         x, w_gate, w_up, w_down, state = ctx.saved_tensors
+        check_drawn(ctx.drawn, state)
         call: MlpCall = ctx.call
         _, needs_x, *needs, _ = ctx.needs_input_grad
         parts = ("gate", "up", "down")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import rng, rope
+from . import recomputed, rope
 from .autograd import AttentionCall, AttentionFunction, BlockFunction, MlpCall, MlpFunction, NormFunction, run_block
 from .backends import NormSpec, select
 from .call import BlockCall, Shared
@@ -62,7 +62,7 @@ def block(
     full_mask(mask, causal=spec.causal, window=spec.window, shape=(x.size(0), whole.heads, x.size(1), x.size(1)), device=x.device)
     state, adapters_drop = None, training and any(part.drops for _, part in _projections(weights))
     if adapters_drop or (training and drops(spec)):
-        state = rng.reserve(x.device)
+        state = recomputed.reserve(x.device)
         if across is not None:
             across.check_same(state)
     if adapters_drop:
@@ -79,6 +79,11 @@ def block(
         return apply(call, place, x, *shared, *tensors)
     with without_autocast(x):
         return run_block(call, weights, x, shared)[0]
+
+
+def draws(weights: BlockWeights, spec: BlockSpec) -> bool:
+    """Whether a block in training draws any mask."""
+    return drops(spec) or any(part.drops for _, part in _projections(weights))
 
 
 def attention(
@@ -253,7 +258,7 @@ def _differentiated(*tensors: Tensor | None) -> bool:
 
 
 def _functional_dropout(x: Tensor, p: float) -> Dropout | None:
-    return Dropout(rng.reserve(x.device), p, Site.FUNCTIONAL) if p > 0 else None
+    return Dropout(recomputed.reserve(x.device), p, Site.FUNCTIONAL) if p > 0 else None
 
 
 def _check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:

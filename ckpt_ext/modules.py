@@ -7,7 +7,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from . import adopt, functional, reference, rng, rope
+from . import adopt, functional, recomputed, reference, rope
 from .masks import AttentionMask
 from .segments import Place
 from .sites import drops
@@ -113,5 +113,5 @@ class EagerBlock(TransformerBlock):
     def forward(self, x: Tensor, *, mask: AttentionMask | None = None) -> Tensor:  # type: ignore[override]
         cos, sin = rope.table(self.spec, x.size(1), x.dtype, x.device)
         table = None if cos is None or sin is None else (cos, sin)
-        state = rng.reserve(x.device) if self.training and drops(self.spec) else None
+        state = recomputed.reserve(x.device) if self.training and drops(self.spec) else None
         return reference.block(x, self.weights(), self.spec, table, state, mask=mask, fused=True)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .call import BlockCall, Shared
@@ -78,5 +79,16 @@ class Segment:
         with without_autocast(x):
             for position, (call, inputs) in enumerate(self._members[:last]):
                 shared, tensors = Shared(*inputs[: len(Shared._fields)]), inputs[len(Shared._fields) :]
+                _check_there(tensors)
                 x, _ = run_block(call, call.layout.bind(tensors), x, shared)
                 self._inputs[position + 1] = x
+
+
+def _check_there(parameters: Sequence[Any]) -> None:
+    """Refuse those whose memory a sharding library has freed until it is their block's turn, instead of reading what lies there now."""
+    for tensor in parameters:
+        if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise RuntimeError(
+                "parameters of all blocks of a segment must be there when it is rebuilt, got freed ones: "
+                "leave segments out where each block is sharded by itself"
+            )

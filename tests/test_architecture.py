@@ -20,7 +20,7 @@ LAYERS = [
     {"backends"},
     {"rope", "partition", "slicing", "gradients", "call", "fused_mlp", "placement", "attention_half", "mlp_half", "mlp_columns"}
     | {"mlp_products", "run"},
-    {"offload", "segments"},
+    {"offload", "segments", "recomputed"},
     {"autograd", "cross_entropy"},
     {"functional"},
     {"adopt", "dtensors", "modules"},

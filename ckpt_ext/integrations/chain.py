@@ -81,22 +81,34 @@ class _Running(threading.local):
 _RUNNING = _Running()
 
 
-def place_of(link: Link | None, x: Tensor, spec: BlockSpec, *, trained: bool) -> tuple[Place | None, int]:
-    """The place of a layer that is called with x, None for one that is alone in its segment; and the index of the segment's last layer."""
+class Called(NamedTuple):
+    """Where a layer that is called stands."""
+
+    place: Place | None
+    """None for one that is alone in its segment."""
+    last: int
+    """Index of the segment's last layer."""
+    is_cut_off: bool = False
+    """Whether the layer was to go on with a segment, and begins one, since it was not given the output of the one before."""
+
+
+def place_of(link: Link | None, x: Tensor, spec: BlockSpec, *, trained: bool) -> Called:
+    """Where a layer stands that is called with x."""
     if link is None:
-        return None, -1
+        return Called(None, -1)
     under, _RUNNING.under = _RUNNING.under, None
     if under is not None and under.layer + 1 == link.index <= under.last and under.output() is x and under.version == x._version:
-        return Place(under.segment, under.position + 1), under.last
-    end = 0
+        return Called(Place(under.segment, under.position + 1), under.last)
+    end, length = 0, 0
     for length in link.lengths(x, spec, trained=trained):
         end += length
         if link.index < end:
             break
-    return (None if link.index == end - 1 else Place(Segment(), 0)), end - 1
+    return Called(None if link.index == end - 1 else Place(Segment(), 0), end - 1, link.index > end - length)
 
 
-def passed(link: Link | None, place: Place | None, last: int, y: Tensor) -> None:
-    """Note the output of a layer that ran at `place`. What needs no gradient keeps nothing: the segment begins behind it."""
-    if link is not None and place is not None and y.requires_grad:
-        _RUNNING.under = _Under(place.segment, place.position, link.index, last, weakref.ref(y), y._version)
+def passed(link: Link | None, called: Called, y: Tensor) -> None:
+    """Note the output of a layer that was `called`. What needs no gradient keeps nothing: the segment begins behind it."""
+    if link is not None and called.place is not None and y.requires_grad:
+        segment, position = called.place
+        _RUNNING.under = _Under(segment, position, link.index, called.last, weakref.ref(y), y._version)

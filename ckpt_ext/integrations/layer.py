@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import adopt, functional
+from .. import adopt, functional, recomputed
 from ..checkpoint import checkpoint
 from ..spec import BackendName, Policy
 from . import arguments, model_masks, parts, sharded
@@ -155,16 +155,26 @@ def _block(layer: nn.Module, family: Family, state: State, call: arguments.Argum
         call.mask, call.positions, implementation=implementation, causal=causal, window=window, batch=hidden.size(0), length=hidden.size(1)
     )
     spec = family.spec(layer, reading.causal, reading.window, 2 * half)
+    weights = family.weights(layer, spec)
+    if recomputed.in_reentrant() and functional.draws(weights, spec):
+        # The forward pass ran without gradients, hence as the original, with the original's masks.
+        recomputed.check_reentrant()
+        raise parts.OneCall("dropout is on in a reentrant checkpoint")
     # A graph cannot hold what forward notes down for backward.
     link = None if torch.compiler.is_compiling() else state.link
     trained = any(parameter.requires_grad for parameter in layer.parameters())
-    place, last = place_of(link, hidden, spec, trained=trained)
+    called = place_of(link, hidden, spec, trained=trained)
+    if called.is_cut_off and sharded.is_sharded(layer):
+        state.notice(
+            "segments save nothing where each layer is sharded by itself, since it is handed a tensor of its own, and the parameters of "
+            "those before it are gone when it could be rebuilt: shard several layers as one, or leave segments out"
+        )
     y = functional.block(
-        hidden, family.weights(layer, spec), spec, mask=reading.mask, table=table, policy=state.policy, backend=state.backend,
+        hidden, weights, spec, mask=reading.mask, table=table, policy=state.policy, backend=state.backend,
         training=True,  # the spec's probabilities are those of children in training
-        place=place,
+        place=called.place,
     )  # fmt: skip
-    passed(link, place, last, y)
+    passed(link, called, y)
     return y
 
 

@@ -20,12 +20,26 @@ def own_class(kind: type[Any]) -> type[Any]:
     return kind
 
 
+def is_sharded(layer: nn.Module) -> bool:
+    """Whether `fully_shard` or `replicate` was called on this very layer, before a swap or after."""
+    return any(_is_mixin(base) for base in type(layer).__mro__)
+
+
+def has_pieces(layer: nn.Module) -> bool:
+    """Whether parameters are pieces of flat ones between calls, as FSDP1 has them, whose shapes are not the layer's."""
+    return any(_is_managed(module) and not _distributed(module) for module in layer.modules() if module._parameters)
+
+
 def remade(kind: type[Any], bases: tuple[type[Any], ...], **body: Any) -> type[Any]:
     """The class `kind` again, of other bases and with `body` added."""
     kept = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
     if _same_forward(kind, kind.__bases__[-1]):
         kept.pop("forward", None)  # the library gives each class that is made one, around its base's
     return type(kind.__name__, bases, kept | body)
+
+
+def _is_managed(module: nn.Module) -> bool:
+    return getattr(module, "_is_fsdp_managed_module", False)
 
 
 def _distributed(module: nn.Module) -> list[tuple[str, Any]]:
@@ -48,7 +62,7 @@ def whole(layer: nn.Module) -> Iterator[bool]:
 
     Gives False, and changes nothing, where some are shares of another axis of ranks, too, and what a call finds cannot be known.
     """
-    managed = [module for module in layer.modules() if getattr(module, "_is_fsdp_managed_module", False)]
+    managed = filter(_is_managed, layer.modules())
     found = [(module._parameters, name, tensor) for module in managed for name, tensor in _distributed(module)]
     if any(tensor.device_mesh.ndim > 1 for _, _, tensor in found):
         yield False

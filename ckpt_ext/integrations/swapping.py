@@ -136,7 +136,7 @@ def _refusal(layer: nn.Module) -> str | None:
             if known:
                 family.weights(layer, spec)
     except NotImplementedError as error:
-        return str(error)
+        return f"{error}: swap before sharding" if sharded.has_pieces(layer) else str(error)
     return None
 
 
