@@ -124,7 +124,10 @@ def _divisor(number: int, most: int) -> int:
 
 def spans(total: int, size: int) -> Iterator[slice]:
     """`0..total` in slices of `size`, the last one shorter; one empty slice of nothing."""
-    yield from (slice(start, min(start + size, total)) for start in range(0, max(total, 1), size))
+    if total <= size:  # without a range, which makes a compiler compile again for each total
+        yield slice(0, total)
+    else:
+        yield from (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 def working_set(spec: BlockSpec, tokens: int, itemsize: int, *, trained: bool = True) -> int:

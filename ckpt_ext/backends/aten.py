@@ -125,6 +125,8 @@ def _spans(rows: Tensor) -> Iterator[slice]:
 def _spans_of(count: int, width: int, device: torch.device) -> Iterator[slice]:
     elements = _CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "other"]
     size = max(1, elements // max(1, width), -(-count // _MOST_CHUNKS))
+    if 0 < count <= size:  # without a range, which makes a compiler compile again for each count
+        return iter((slice(0, count),))
     return (slice(start, start + size) for start in range(0, count, size))
 
 

@@ -18,13 +18,27 @@ _LEAST_ROWS = 64
 """A chunk takes fewer heads rather than fewer query rows than this: a matrix product of few rows is bound by reading k and v."""
 
 
-class Chunk(NamedTuple):
-    """Where the chunk lies: indices of the first three axes of `[B, H, Tq, D]` and of `[B, KV, Tk, D]`."""
+Bounds = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
 
-    queries: tuple[slice, slice, slice]
-    keys: tuple[slice, slice, slice]
+
+class Chunk(NamedTuple):
+    """Where the chunk lies: from which index to which of the first three axes of `[B, H, Tq, D]` and of `[B, KV, Tk, D]`."""
+
+    query_bounds: Bounds
+    key_bounds: Bounds
     whole: torch.Size
     """Of all scores, `[B, H, Tq, Tk]`."""
+
+    # torch.compile takes slices that an object holds for constants, and would compile again for each length.
+    @property
+    def queries(self) -> tuple[slice, slice, slice]:
+        entries, heads, rows = self.query_bounds
+        return slice(*entries), slice(*heads), slice(*rows)
+
+    @property
+    def keys(self) -> tuple[slice, slice, slice]:
+        entries, heads, rows = self.key_bounds
+        return slice(*entries), slice(*heads), slice(*rows)
 
     @property
     def sees_no_key(self) -> bool:
@@ -103,19 +117,22 @@ def chunks(q: Tensor, k: Tensor, mask: Mask, held: torch.Size, elements: int) ->
     row_step = most_rows if held[2] == 1 else _within(elements // max(1, batch_cost * head_cost * most_keys), most_rows)
     for entries in _spans(batch, batch_step):
         for of_keys in _spans(kv_heads, kv_step):
-            of_queries = slice(of_keys.start * group, of_keys.stop * group)
+            of_queries = of_keys[0] * group, of_keys[1] * group
             for rows in _spans(length, row_step):
-                first = 0 if window is None else max(0, rows.start - window + 1)
-                last = min(key_count, rows.stop if mask.causal else key_count if window is None else rows.stop - 1 + window)
-                yield Chunk((entries, of_queries, rows), (entries, of_keys, slice(first, last)), whole)
+                start, stop = rows
+                first = 0 if window is None else max(0, start - window + 1)
+                last = min(key_count, stop if mask.causal else key_count if window is None else stop - 1 + window)
+                yield Chunk((entries, of_queries, rows), (entries, of_keys, (first, last)), whole)
 
 
 def _within(size: int, most: int) -> int:
     return max(1, min(size, most))
 
 
-def _spans(total: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, total)) for start in range(0, total, max(1, size)))
+def _spans(total: int, size: int) -> Iterator[tuple[int, int]]:
+    if 0 < total <= size:  # without a range, which makes a compiler compile again for each total
+        return iter(((0, total),))
+    return ((start, min(start + size, total)) for start in range(0, total, max(1, size)))
 
 
 def _unrepeated(mask: Mask) -> list[Tensor | None]:
