@@ -1,5 +1,6 @@
 """Sharded models saved to disk and loaded by others, FSDP1, and weights that are elsewhere between calls, on two processes."""
 
+import itertools
 import re
 import shutil
 import tempfile
@@ -110,9 +111,12 @@ def flat_parameters(rank):
 
 
 def views_of_flat_parameters(rank):
-    """FSDP1 with nothing but flat parameters: weights are views of them, and no parameters themselves."""
-    for family in FAMILIES:
-        plain, ours = (fsdp1(make(family, ours=ours), family, use_orig_params=False) for ours in (False, True))
+    """FSDP1 with nothing but flat parameters: weights are views of them, and no parameters themselves. Either may come first."""
+    for family, swap_first in itertools.product(FAMILIES, (True, False)):
+        plain = fsdp1(make(family, ours=False), family, use_orig_params=False)
+        ours = fsdp1(make(family, ours=True, swap=swap_first), family, use_orig_params=False)
+        if not swap_first:
+            assert len(ckpt_ext.swap(ours).swapped) == LAYERS
         for _ in range(2):
             counts = []
             for model in (plain, ours):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def own_class(kind: type[Any]) -> type[Any]:
@@ -58,15 +58,18 @@ def _is_mixin(base: type[Any]) -> bool:
 
 @contextlib.contextmanager
 def whole(layer: nn.Module) -> Iterator[bool]:
-    """Run the body with parameters without values in place of those that FSDP2 gathers for the time of a call, so that shapes can be read.
+    """Run the body with parameters without values in place of those that FSDP gathers for the time of a call, so that shapes can be read:
+    DTensors, and the views, of what is freed between calls, that FSDP1 sets where it has flat parameters alone.
 
     Gives False, and changes nothing, where some are shares of another axis of ranks, too, and what a call finds cannot be known.
     """
-    managed = filter(_is_managed, layer.modules())
+    managed = [module for module in layer.modules() if _is_managed(module)]
+    found: list[tuple[dict[str, Any], str, Any]]
     found = [(module._parameters, name, tensor) for module in managed for name, tensor in _distributed(module)]
     if any(tensor.device_mesh.ndim > 1 for _, _, tensor in found):
         yield False
         return
+    found += [(vars(module), name, value) for module in managed for name, value in vars(module).items() if isinstance(value, Tensor)]
     try:
         for place, name, tensor in found:
             place[name] = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tensor.requires_grad)
