@@ -30,9 +30,10 @@ def switch_often():
 
 def together(*functions):
     """What the functions return, each run in a thread of its own, all let go at once."""
-    start = threading.Barrier(len(functions))
+    start, workers = threading.Barrier(len(functions)), torch.get_num_threads()
 
     def run(function):
+        torch.set_num_threads(workers)  # each Python thread has a number of its own, on which the order of sums depends
         start.wait()
         return function()
 
