@@ -23,7 +23,6 @@ from ckpt_ext.truth import Float64Throughout
 
 pytest.importorskip("transformers")
 
-BLOCK = {"native": "TransformerBlock", "llama": "LlamaDecoderLayer", "gpt2": "GPT2Block"}
 
 
 def shared_folder(rank):
@@ -74,7 +73,7 @@ def saved_and_loaded(rank):
             shutil.rmtree(folder)
 
 
-def fsdp1(model, family, **arguments):
+def fsdp1(model, **arguments):
     policy = ModuleWrapPolicy({type(layers_of(model)[0])})
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **arguments)
 
@@ -93,9 +92,9 @@ def flat_parameters(rank):
     """FSDP1, whose layers have views of one flat parameter in a call, and pieces between calls: to be swapped before."""
     for family in FAMILIES:
         expected = truth(family)
-        plain = fsdp1(make(family, ours=False), family, use_orig_params=True)
+        plain = fsdp1(make(family, ours=False), use_orig_params=True)
         for swap_first in (True, False):
-            model = fsdp1(make(family, ours=True, swap=swap_first), family, use_orig_params=True)
+            model = fsdp1(make(family, ours=True, swap=swap_first), use_orig_params=True)
             if not swap_first and family != "native":
                 report = ckpt_ext.swap(model)
                 assert len(report.refused) == LAYERS and all("swap before sharding" in reason for reason in report.refused.values())
@@ -113,8 +112,8 @@ def flat_parameters(rank):
 def views_of_flat_parameters(rank):
     """FSDP1 with nothing but flat parameters: weights are views of them, and no parameters themselves. Either may come first."""
     for family, swap_first in itertools.product(FAMILIES, (True, False)):
-        plain = fsdp1(make(family, ours=False), family, use_orig_params=False)
-        ours = fsdp1(make(family, ours=True, swap=swap_first), family, use_orig_params=False)
+        plain = fsdp1(make(family, ours=False), use_orig_params=False)
+        ours = fsdp1(make(family, ours=True, swap=swap_first), use_orig_params=False)
         if not swap_first:
             assert len(ckpt_ext.swap(ours).swapped) == LAYERS
         for _ in range(2):
@@ -134,7 +133,7 @@ def segments_of_flat_parameters(rank):
     for flat_alone in (True, False):
         model = make("llama", ours=True)
         ckpt_ext.swap(model, segments=1)
-        model = fsdp1(model, "llama", use_orig_params=not flat_alone)
+        model = fsdp1(model, use_orig_params=not flat_alone)
         with Float64Throughout():
             value = loss(model, batch(rank))
             with pytest.raises(RuntimeError, match="parameters of all blocks of a segment must be there .* got freed ones"):
