@@ -88,13 +88,21 @@ def floating(name: str, tensor: Tensor) -> None:
 
 
 def computable(name: str, tensor: Tensor, others: Mapping[str, Tensor | None]) -> None:
-    """Refuse tensors whose dtype no kernel computes in, empty rows, and `others` that lie on another device than `tensor`."""
+    """Refuse tensors whose dtype no kernel computes in, empty rows, DTensors, and `others` that lie on another device than `tensor`."""
     floating(name, tensor)
+    _local(name, tensor)
     if tensor.dim() == 0 or tensor.size(-1) == 0:
         raise ValueError(f"{name} must have at least one element in a row, got shape {list(tensor.shape)}")
     for other, value in others.items():
         if value is None:
             continue
         floating(other, value)
+        _local(other, value)
         if value.device != tensor.device:
             raise ValueError(f"{other} must be on {name}'s device {tensor.device}, got {value.device}")
+
+
+def _local(name: str, tensor: Tensor) -> None:
+    """Refuse DTensors, which the engine would take for whole tensors."""
+    if type(tensor).__module__.startswith("torch.distributed.tensor"):
+        raise NotImplementedError(f"{name} must be a plain tensor, got a {type(tensor).__name__}: its to_local() or full_tensor() is one")

@@ -382,6 +382,9 @@ def refusals(rank):
     with pytest.raises(NotImplementedError, match="whole"):
         eager(draw(1, 3, DIM))
     block = cut(TransformerBlock(SPECS["llama"], dtype=torch.float64), mesh)
+    for placement in (Replicate(), Shard(1)):
+        with pytest.raises(NotImplementedError, match="x must be a plain tensor, got a DTensor"):
+            block(DTensor.from_local(draw(1, 3, DIM), mesh, [placement]))
     block.up_proj.register_forward_hook(lambda module, inputs, output: output)
     with pytest.raises(NotImplementedError, match="up_proj must have the hooks of"):
         block(draw(1, 3, DIM))
