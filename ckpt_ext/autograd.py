@@ -99,7 +99,7 @@ class BlockFunction(torch.autograd.Function):
         inputs, kept = rest[: len(needs_inputs)], rest[len(needs_inputs) :]
         del rest
         shared, tensors, needs_tensors = Shared(*inputs[:_SHARED]), inputs[_SHARED:], needs_inputs[_SHARED:]
-        check_drawn(ctx.drawn, shared.state)
+        check_drawn(ctx, shared.state)
         weights, needs = call.layout.bind(tensors), call.layout.split(needs_tensors)
         with without_autocast(x):
             grad_x, grads = differentiate_block(call, weights, needs, needs_x, grad_y, x, kept, shared)
@@ -138,7 +138,7 @@ class AttentionFunction(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, grad_out: Tensor):
         q, k, v, out, lse, sinks, state, *mask = ctx.saved_tensors
-        check_drawn(ctx.drawn, state)
+        check_drawn(ctx, state)
         call: AttentionCall = ctx.call
         with without_autocast(q):
             *grads, grad_sinks = call.backend.attention_backward(grad_out, q, k, v, out, lse, call.scoring(q, k, sinks, state, mask))
@@ -179,7 +179,7 @@ class MlpFunction(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, grad_y: Tensor):
         x, w_gate, w_up, w_down, state = ctx.saved_tensors
-        check_drawn(ctx.drawn, state)
+        check_drawn(ctx, state)
         call: MlpCall = ctx.call
         _, needs_x, *needs, _ = ctx.needs_input_grad
         parts = ("gate", "up", "down")

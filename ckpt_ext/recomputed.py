@@ -88,12 +88,17 @@ def drawn(state: Tensor | None) -> Tensor | None:
     return None if torch.compiler.is_compiling() else state
 
 
-def check_drawn(first: Tensor | None, state: Tensor | None) -> None:
-    """Raise ReplayMismatch where the mask state that was saved is not the one of the forward pass: somebody ran that again otherwise.
+def check_drawn(ctx: Any, state: Tensor | None) -> None:
+    """Raise ReplayMismatch where the mask state that was saved is not `ctx.drawn`, the forward pass's: somebody ran that again otherwise.
 
-    Nothing is read, hence no device waited for, unless hooks on saved tensors gave another tensor back.
+    Nothing is read, hence no device waited for, unless hooks on saved tensors gave another tensor back. A first backward pass looks, and
+    drops what it looked at, which would outlive it.
     """
-    if first is None or state is None or first is state or isinstance(state, FakeTensor):
+    first = ctx.drawn
+    if first is None:
+        return
+    ctx.drawn = None
+    if state is None or first is state or isinstance(state, FakeTensor):
         return
     if not torch.equal(first, state.to(first.device)):
         raise ReplayMismatch(
