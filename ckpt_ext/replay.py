@@ -132,7 +132,7 @@ class Region:
     def _replay(self) -> None:
         tensors = self._unpacked_inputs()
         needed = len(self._holders)  # fewer than there will be, where the forward pass itself differentiates
-        again = Again(self, needed)
+        again = _Again(self, needed)
         try:
             # Under hooks that hand back what they get: a backward pass inside of the region works on the replay's graph.
             with saved_tensors_hooks(again.refill, _same), torch.enable_grad():
@@ -170,7 +170,7 @@ class Region:
                 holder.value = None
 
 
-class Again:
+class _Again:
     """One replay of a region: what it has saved so far."""
 
     def __init__(self, region: Region, needed: int) -> None:
