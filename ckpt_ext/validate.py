@@ -104,5 +104,6 @@ def computable(name: str, tensor: Tensor, others: Mapping[str, Tensor | None]) -
 
 def _local(name: str, tensor: Tensor) -> None:
     """Refuse DTensors, which the engine would take for whole tensors."""
-    if type(tensor).__module__.startswith("torch.distributed.tensor"):
+    # Plain tensors first: a compiler that traces this does not know the modules of their classes.
+    if type(tensor) not in (Tensor, torch.nn.Parameter) and type(tensor).__module__.startswith("torch.distributed.tensor"):
         raise NotImplementedError(f"{name} must be a plain tensor, got a {type(tensor).__name__}: its to_local() or full_tensor() is one")
