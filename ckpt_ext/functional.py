@@ -38,8 +38,9 @@ def block(
     Where the projections are this rank's shares of a block that is cut across ranks (`ckpt_ext.tensor_parallel`), spec and mask are the
     whole block's, and x, y and their gradients the same on all ranks.
 
-    Raises ValueError for a wrong shape, dtype or device, RuntimeError for a backend that cannot run and for ranks with other RNG states,
-    NotImplementedError for a block that cannot be cut across ranks in that way.
+    Raises ValueError for a wrong shape, dtype or device; RuntimeError for a backend that cannot run, for ranks with other RNG states, and in
+    a checkpoint that would give other gradients in silence (`ckpt_ext.recomputed`); NotImplementedError for a block that cannot be cut
+    across ranks in that way.
     """
     if x.dim() != 3 or x.size(-1) != spec.dim:
         raise ValueError(f"x must have shape [B, T, {spec.dim}], got {list(x.shape)}")
@@ -47,6 +48,7 @@ def block(
     if place is not None:
         instance("place", place, Place)
     weights.check(spec)
+    recomputed.check_cache()
     whole, across = spec, weights.across
     if across is not None:
         spec = across.share(spec)

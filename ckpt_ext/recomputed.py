@@ -1,7 +1,8 @@
 """Blocks within regions that others checkpoint: a forward pass that is run again in backward must draw the masks that it drew first.
 
 `torch.utils.checkpoint` sees to that by putting generators back, unless told not to (`preserve_rng_state=False`, as accelerate's FSDP2
-path has it). Then all that draws gets other numbers the second time, and the gradients would be of a forward pass that never was.
+path has it). Then all that draws gets other numbers the second time, and the gradients would be of a forward pass that never was. Its
+selective checkpointing hands results of operators back, and blocks write over those of their products.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import rng
 from .replay import ReplayMismatch
@@ -20,6 +22,16 @@ def reserve(device: torch.device) -> Tensor:
     """`rng.reserve(device)`. Raises RuntimeError in a reentrant checkpoint that is run again and was told to draw other masks."""
     check_reentrant()
     return rng.reserve(device)
+
+
+def check_cache() -> None:
+    """Raise RuntimeError in a selective checkpoint that is run again and told not to look whether what it handed back was written over."""
+    if torch.compiler.is_compiling():
+        return
+    if any(getattr(mode, "allow_cache_entry_mutation", False) for mode in _get_current_dispatch_mode_stack()):
+        raise RuntimeError(
+            "allow_cache_entry_mutation must be False in a selective checkpoint around a block, which writes over results of its products"
+        )
 
 
 def in_reentrant() -> bool:

@@ -185,6 +185,23 @@ def _two_steps(function: Callable[[Tensor], Tensor], module: nn.Module, x: Tenso
     return results, torch.randint(2**62, ())
 
 
+def captured(step: Callable[[], Sequence[Tensor]], device: str) -> tuple[Sequence[Tensor], Callable[[], Any]]:
+    """What `step` returns when it is captured into a CUDA graph, and a function that replays it into the same tensors."""
+    if device == "cpu":
+        static = step()
+        return static, lambda: [old.copy_(new) for old, new in zip(static, step(), strict=True)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = step()
+    return static, graph.replay
+
+
 def plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The call without checkpointing."""
     return function(*args, **kwargs)

@@ -34,3 +34,11 @@ if os.environ["TRITON_INTERPRET"] != "0":
 def pytest_configure(config: pytest.Config) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+@pytest.fixture
+def fresh_compiler():
+    """torch.compile without what it remembers of other tests, before and after."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -10,15 +10,8 @@ F64 = torch.float64
 DROPOUT = {"attn_dropout": 0.2, "residual_dropout": 0.5, "mlp_dropout": 0.1}
 SPEC = BlockSpec(dim=32, heads=4, kv_heads=2, hidden_dim=48, rope_theta=1e4, **DROPOUT)
 SMALL = BlockSpec(dim=16, heads=2, hidden_dim=24, activation="relu", residual_dropout=0.5)
-# Of the compiler's own, about what it traces.
-pytestmark = pytest.mark.filterwarnings("default")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+# Warnings are the compiler's own, about what it traces.
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("fresh_compiler")]
 
 
 def blocks(count=1, spec=SMALL, dtype=F64, **arguments):

@@ -13,15 +13,8 @@ from ckpt_ext.testing import assert_compiled_as_eager
 
 F64 = torch.float64
 SPEC = BlockSpec(dim=16, heads=2, hidden_dim=24, activation="relu", residual_dropout=0.5)
-# Of the compiler's own, about what it traces.
-pytestmark = pytest.mark.filterwarnings("default")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+# Warnings are the compiler's own, about what it traces.
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("fresh_compiler")]
 
 
 def blocks(count=2):

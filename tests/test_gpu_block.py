@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from ckpt_ext import BlockSpec, EagerBlock, Policy, TransformerBlock, extension
 from ckpt_ext.kernels.launch import INTERPRETED
 from ckpt_ext.memory import LiveStorages
-from ckpt_ext.testing import assert_accurate, eager_block, twin
+from ckpt_ext.testing import assert_accurate, captured, eager_block, twin
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 SAVES = ("input", "attention", "all")
@@ -91,23 +91,6 @@ def test_same_bits_every_time(device, runs):
     for _ in range(runs - 1):
         again = results(block, x, grad)
         assert all(torch.equal(again[name], first[name]) for name in first)
-
-
-def captured(step, device):
-    """What `step` returns when it is captured into a CUDA graph, and a function that replays it into the same tensors."""
-    if device == "cpu":
-        static = step()
-        return static, lambda: [old.copy_(new) for old, new in zip(static, step(), strict=True)]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static = step()
-    return static, graph.replay
 
 
 @pytest.mark.parametrize(

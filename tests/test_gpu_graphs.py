@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ckpt_ext
 from ckpt_ext import BlockSpec, Policy, TransformerBlock, attention_mask, extension, functional, rng, verify_models
 from ckpt_ext.kernels.launch import INTERPRETED
+from ckpt_ext.testing import captured
 
 DROPS = {"attn_dropout": 0.2, "residual_dropout": 0.3, "mlp_dropout": 0.1}
 TINY = BlockSpec(dim=32, heads=2, kv_heads=1, hidden_dim=40, rope_theta=1e4, **DROPS)
@@ -154,23 +155,6 @@ def test_a_step_by_triton_reads_nothing(save):
 def test_a_read_is_seen():
     with NoReads(), pytest.raises(AssertionError, match="reads a tensor's values"):
         rng.reserve("cpu")[1].item()
-
-
-def captured(step, device):
-    """What `step` returns when it is captured, and a function that replays it into the same tensors."""
-    if device == "cpu":
-        static = step()
-        return static, lambda: [old.copy_(new) for old, new in zip(static, step(), strict=True)]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static = step()
-    return static, graph.replay
 
 
 @devices

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ckpt_ext
 from ckpt_ext import BlockSpec, EagerBlock, Policy, TransformerBlock, functional
@@ -169,6 +169,21 @@ def test_without_dropout_nothing_is_refused(name):
     for run, reentrant in itertools.product((by_layer, at_once), (True, False)):
         found = gradients(layers, x, functools.partial(run, use_reentrant=reentrant, preserve_rng_state=False))
         assert all(torch.allclose(a, e, rtol=1e-12, atol=1e-13) for a, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["native", "swapped"])
+def test_a_cache_of_products_that_blocks_write_over_is_refused(name):
+    """torch looks for itself, unless it was told not to."""
+    layers, x = MODELS[name]()
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    for allowed, message in ((False, "has been mutated"), (True, "allow_cache_entry_mutation must be False")):
+        contexts = functools.partial(
+            create_selective_checkpoint_contexts,
+            lambda context, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE,
+            allow_cache_entry_mutation=allowed,
+        )
+        with pytest.raises(RuntimeError, match=message):
+            gradients(layers, x, functools.partial(at_once, use_reentrant=False, context_fn=contexts))
 
 
 def test_functions_on_their_own_are_refused_alike():
