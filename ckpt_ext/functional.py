@@ -38,7 +38,7 @@ def block(
     Where the projections are this rank's shares of a block that is cut across ranks (`ckpt_ext.tensor_parallel`), spec and mask are the
     whole block's, and x, y and their gradients the same on all ranks.
 
-    Raises ValueError for a wrong shape, dtype or device; RuntimeError for a backend that cannot run, for ranks with other RNG states, and in
+    Raises ValueError for a wrong shape, dtype or device; RuntimeError for a backend that cannot run, ranks with other RNG states, and in
     a checkpoint that would give other gradients in silence (`ckpt_ext.recomputed`); NotImplementedError for a block that cannot be cut
     across ranks in that way.
     """

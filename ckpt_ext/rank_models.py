@@ -1,4 +1,4 @@
-"""For tests of sharded training: small models in float64, their gradients without sharding, and what a step on them did.
+"""For tests of sharded and tensor parallel training: small models in float64, their gradients in one process, and what a step did.
 
 `fully_shard` is that of FSDP2; models of transformers are made where that is installed.
 """
@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from .integrations.swapping import swap as swap_layers
 from .modules import EagerBlock, TransformerBlock
@@ -118,11 +120,7 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 def check(model: nn.Module, expected: Mapping[str, Tensor]) -> None:
     """Every parameter is sharded, and its gradient equals `expected` to 1e-9 of the largest of each."""
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    actual = whole_gradients(model)
-    assert actual.keys() == expected.keys()
-    for name, grad in actual.items():
-        error, size = (grad - expected[name]).abs().max().item(), expected[name].abs().max().item()
-        assert error <= 1e-9 * size, f"{name}: {error:.3g} of {size:.3g}"
+    agree(whole_gradients(model), expected)
 
 
 class Step(NamedTuple):
@@ -175,3 +173,27 @@ def kept_bytes(model: nn.Module, rank: int) -> int:
     with Float64Throughout():
         value.backward()
     return sum(sizes.values())
+
+
+def styles(columns: Iterable[str], rows: Iterable[str]) -> dict[str, ParallelStyle]:
+    """Each linear by name a style of its own: one remembers what it is applied to."""
+    return {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}
+
+
+def cut(block: TransformerBlock, mesh: DeviceMesh) -> nn.Module:
+    """The block, cut across the ranks of `mesh`, in place."""
+    columns = [name for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") if getattr(block, name) is not None]
+    return parallelize_module(block, mesh, styles(columns, ("out_proj", "down_proj")))
+
+
+def whole(tensor: Any) -> Any:
+    """A tensor, or all of a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def agree(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same names, and each tensor equal to 1e-9 of the largest of the expected one."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        error, size = (tensor - expected[name]).abs().max().item(), expected[name].abs().max().item()
+        assert error <= 1e-9 * size, f"{name}: {error:.3g} of {size:.3g}"

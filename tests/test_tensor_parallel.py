@@ -1,26 +1,18 @@
-"""Blocks and swapped models that are cut across two ranks by `parallelize_module`: gradients, collectives, masks, and what is refused."""
+"""Blocks that are cut across two ranks by `parallelize_module`: gradients, collectives, masks, and what is refused."""
 
-import copy
 import itertools
-import warnings
 from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-import ckpt_ext
 from ckpt_ext import BlockSpec, EagerBlock, Policy, TransformerBlock, attention_mask, checkpoint_sequential, philox, rng
+from ckpt_ext.rank_models import agree, cut, styles, whole
 from ckpt_ext.ranks import Collectives, run_on_ranks
 from ckpt_ext.rng import Site
-from ckpt_ext.training import LanguageModel
-from ckpt_ext.truth import Float64Throughout
-
-transformers = pytest.importorskip("transformers")
 
 WORLD, DIM, LENGTH = 2, 32, 7
 PLAIN = dict(dim=DIM, heads=4, kv_heads=2, hidden_dim=44, rope_theta=1e4)
@@ -37,41 +29,6 @@ SPECS = {
 ALL_REDUCES = {"post": 6, "sandwich": 6, "heads' norms and sinks": 7}
 """In a step with save="input", where they are not 4: norms behind branches want the branches again, norms and sinks of heads have gradients
 from all ranks."""
-CONFIG = transformers.LlamaConfig(
-    hidden_size=DIM, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, max_position_embeddings=32,
-    vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False, tie_word_embeddings=False, mlp_bias=True,
-)  # fmt: skip
-
-
-def styles(columns, rows):
-    """Each module a style of its own: one remembers what it is applied to."""
-    return {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}
-
-
-def cut(block, mesh):
-    columns = [name for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") if getattr(block, name) is not None]
-    return parallelize_module(block, mesh, styles(columns, ("out_proj", "down_proj")))
-
-
-def cut_layers(model, mesh):
-    """By the plan with the fewest collectives: q, k and v, and gate and up, get one DTensor for input, whose gradient is added up once."""
-    whole = PrepareModuleInput(
-        input_kwarg_layouts={"hidden_states": Replicate()}, desired_input_kwarg_layouts={"hidden_states": Replicate()},
-        use_local_output=False,
-    )  # fmt: skip
-    gathered = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=False)
-    return cut_each_linear(model, mesh, {"self_attn": whole, "mlp": gathered})
-
-
-def cut_each_linear(model, mesh, inputs=None):
-    columns = [*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.gate_proj", "mlp.up_proj"]
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh, styles(columns, ("self_attn.o_proj", "mlp.down_proj")) | (inputs or {}))
-    return model
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def draw(*shape, seed=0):
@@ -99,12 +56,6 @@ def run(block, *, length=LENGTH, **arguments):
         y = block(x, **arguments)
         y.backward(draw(*y.shape, seed=2))
     return {"y": y.detach(), "x": x.grad} | {name: whole(p.grad) for name, p in block.named_parameters()}, collectives.counts
-
-
-def agree(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, tensor in actual.items():
-        assert (tensor - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), name
 
 
 def same_bits(actual, expected):
@@ -266,95 +217,6 @@ def segments_and_offload(rank):
         same_bits(*results)
 
 
-def symbols(rank):
-    return torch.randint(3, 64, (2, LENGTH + 1), generator=torch.Generator().manual_seed(rank))
-
-
-def loss(model, batch):
-    out = model(batch[:, :-1])
-    return F.cross_entropy((out if isinstance(out, torch.Tensor) else out.logits).flatten(0, 1), batch[:, 1:].flatten())
-
-
-def llama():
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(copy.deepcopy(CONFIG)).double()
-
-
-def native(kind=TransformerBlock):
-    torch.manual_seed(0)
-    blocks = [kind(SPECS["llama"], dtype=torch.float64) for _ in range(2)]
-    return LanguageModel(blocks, DIM, dtype=torch.float64, device=torch.device("cpu"))
-
-
-def step(model, batch):
-    model.zero_grad()
-    with Collectives() as collectives, Float64Throughout():
-        loss(model, batch).backward()
-    return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}, collectives.counts
-
-
-def swapped_llama(rank):
-    """Swapped before or after it is cut: gradients of the whole model in one process, and no more collectives than without swapping."""
-    mesh = init_device_mesh("cpu", (WORLD,))
-    expected, _ = step(llama(), symbols(0))
-    for cut_model, swap_first in itertools.product((cut_layers, cut_each_linear), (True, False)):
-        plain, base = step(cut_model(llama(), mesh), symbols(0))
-        agree(plain, expected)
-        model = llama()
-        for action in (ckpt_ext.swap, partial(cut_model, mesh=mesh))[:: 1 if swap_first else -1]:
-            found = action(model)
-        if not swap_first:
-            assert len(found.swapped) == 2, found
-        assert model.model.layers[0].__class__ is not plain_class(), "swapped"
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # what is refused in a call warns
-            actual, counts = step(model, symbols(0))
-        agree(actual, expected)
-        assert counts == {"allreduce_": 2 * 4}
-        assert base == ({"all_reduce": 2 * 4} if cut_model is cut_layers else {"all_reduce": 2 * 7}), base
-
-
-def plain_class():
-    return transformers.models.llama.modeling_llama.LlamaDecoderLayer
-
-
-def sharded_and_cut(rank):
-    """FSDP2 over one axis of a mesh and tensor parallel over the other, two ranks along either."""
-    for shape in ((2, 1), (1, 2)):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
-        parts = [symbols(index) for index in range(shape[0])]
-        batch = parts[mesh["data"].get_local_rank()]
-        for make, layers, cut_model in (
-            (llama, lambda model: model.model.layers, cut_layers),
-            (native, lambda model: model.blocks, lambda model, mesh: [cut(block, mesh) for block in model.blocks] and model),
-        ):
-            eager = make() if make is llama else native(EagerBlock)
-            expected: dict = {}
-            for part in parts:
-                for name, grad in step(eager, part)[0].items():
-                    expected[name] = expected.get(name, 0) + grad / len(parts)
-            model = cut_model(make(), mesh["tensor"])
-            assert len(ckpt_ext.swap(model).swapped) == 2
-            for layer in layers(model):
-                fully_shard(layer, mesh=mesh["data"])
-            fully_shard(model, mesh=mesh["data"])
-            for _ in range(2):
-                actual, counts = step(model, batch)
-                agree(actual, expected)
-            assert counts["allreduce_"] == (2 * 4 if shape[1] > 1 else 0)
-            if make is llama:
-                plain = cut_layers(llama(), mesh["tensor"])
-                for layer in layers(plain):
-                    fully_shard(layer, mesh=mesh["data"])
-                fully_shard(plain, mesh=mesh["data"])
-                for _ in range(2):
-                    grads, base = step(plain, batch)
-                    agree(grads, expected)
-                kinds = ("_allgather_base_", "_reduce_scatter_base_")
-                assert [counts[kind] for kind in kinds] == [base[kind] for kind in kinds] and (base[kinds[0]] > 0) == (shape[0] > 1)
-                assert counts["allreduce_"] == base["all_reduce"]
-
-
 def refusals(rank):
     mesh = init_device_mesh("cpu", (WORLD,))
     cases = (
@@ -390,22 +252,10 @@ def refusals(rank):
         block(draw(1, 3, DIM))
 
 
-def refused_layers_are_right(rank):
-    """Layers of Llama that are cut in another way are named, and checkpointed."""
-    mesh = init_device_mesh("cpu", (WORLD,))
-    expected, _ = step(llama(), symbols(0))
-    model = llama()
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh, styles(("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)))
-    report = ckpt_ext.swap(model)
-    assert len(report.refused) == 2 and all("cut along" in reason for reason in report.refused.values()), report
-    agree(step(model, symbols(0))[0], expected)
-
-
 CASES = [
     blocks_of_every_kind, masks_and_slices, dropout_is_that_of_the_whole_block, ranks_drop_hidden_units_of_their_own,
     other_seeds_are_refused, what_is_saved, parts_that_need_no_gradient, triton_draws_the_same_masks, compiled,
-    segments_and_offload, swapped_llama, sharded_and_cut, refusals, refused_layers_are_right,
+    segments_and_offload, refusals,
 ]  # fmt: skip
 
 
